@@ -19,6 +19,7 @@ from slurmllm.core.format import (
     format_hours,
     format_names,
     format_plural,
+    format_ranks,
     format_time,
     printable,
 )
@@ -278,7 +279,7 @@ def _limit_and_others(workers: WorkerProgress | None) -> str:
         return ""
     message = "" if workers.limit_s is None else f" (limit {format_duration(workers.limit_s)})"
     if workers.behind:
-        message += f"; behind the others: rank {format_names(list(map(str, workers.behind)))}"
+        message += f"; behind the others: {format_ranks(workers.behind)}"
     return message
 
 

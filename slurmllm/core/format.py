@@ -169,3 +169,9 @@ def format_names(names: Sequence[str], limit: int = 8) -> str:
     """`n1, n2 and 5 more`."""
     more = len(names) - limit
     return ", ".join(names[:limit]) + (f" and {more:,} more" if more > 0 else "")
+
+
+def format_ranks(ranks: Sequence[int], one: str = "", several: str = "") -> str:
+    """`rank 3`, `ranks 3, 7`; followed by the verb `one` or `several`."""
+    noun, verb = ("rank", one) if len(ranks) == 1 else ("ranks", several)
+    return f"{noun} {format_names([str(rank) for rank in ranks])} {verb}".rstrip()

@@ -11,11 +11,13 @@ import os
 import pickle
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel
 
+from slurmllm.core.run.records import Record
 from slurmllm.core.run.safe_files import read_limited
 
 # Names of one setting in several versions: the user's value of any of them counts.
@@ -25,7 +27,7 @@ _SIZES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
 _ENTRIES = "2000"  # torch's default since 2.7; before, nothing was recorded
 _LARGEST = 64 << 20  # bytes of a dump; 2,000 entries with their stacks are about 2 MB
 _PEERS = re.compile(r"(?:send|recv)\s+(\d+)(?:->|<-)(\d+)$")
-_KEPT = 100  # finished operations of each group
+_KEPT = 50  # finished operations of each group
 
 
 class StackFrame(BaseModel):
@@ -36,16 +38,16 @@ class StackFrame(BaseModel):
     line: int
 
 
-class Operation(BaseModel):
+class Operation(BaseModel, extra="allow"):  # torch's analyzer needs all fields
     """A collective, or a send or receive, as one rank recorded it."""
 
     process_group: tuple[str, str]  # name, description
     collective_seq_id: int
+    p2p_seq_id: int = 0
     is_p2p: bool = False
     profiling_name: str  # `nccl:all_reduce`, `nccl:recv 0<-1`
     state: str
     retired: bool = False
-    input_sizes: list[list[int]] = []
     frames: list[StackFrame] = []
 
     @property
@@ -55,56 +57,52 @@ class Operation(BaseModel):
         return self.state == "completed" or (by_gloo and self.retired)
 
     @property
-    def name(self) -> str:
-        return self.profiling_name.partition(":")[2] or self.profiling_name
-
-    @property
     def peers(self) -> frozenset[int]:
         """The two ranks, within the group, of a send or receive; empty if not known."""
         match = _PEERS.search(self.profiling_name)
         return frozenset(map(int, match.groups())) if match else frozenset()
 
     @property
-    def group(self) -> str:
+    def text(self) -> str:
+        """`all_reduce 412 of group default_pg`."""
         name, description = self.process_group
-        return name if description in ("", "undefined") else description
+        number = "" if self.is_p2p else f" {self.collective_seq_id}"
+        group = name if description in ("", "undefined") else description
+        return f"{self.profiling_name.rpartition(':')[2]}{number} of group {group}"
 
     @property
     def caller(self) -> str:
         """The first frame that is not torch's: ` (train.py:31)`; empty if unknown."""
-        frames = (frame for frame in self.frames if "/torch/" not in frame.filename)
-        frame = next(frames, None)
-        return "" if frame is None else f" ({Path(frame.filename).name}:{frame.line})"
+        for frame in self.frames:
+            if "/torch/" not in frame.filename:
+                return f" ({Path(frame.filename).name}:{frame.line})"
+        return ""
 
 
-class GroupRanks(BaseModel):
-    """The members of a process group."""
+class Recording(Record):
+    """One rank's operations, oldest first: all unfinished ones, some others of each group."""
 
-    ranks: str  # a list, as text
-
-
-class Recording(BaseModel):
-    """One rank's operations, oldest first."""
-
+    version: str = ""  # of the format
     entries: list[Operation]
-    pg_config: dict[str, GroupRanks] = {}
+    pg_config: dict[str, dict[str, str]] = {}  # `ranks`: a list, as text
     from_start: bool = False  # whether no entry was overwritten
 
     def members(self, group: str) -> frozenset[int]:
         """Return the ranks of a group by its name; empty if unknown (gloo, of torch 2.13)."""
-        config = self.pg_config.get(group)
-        ranks = [] if config is None else config.ranks.strip("[] ").split(",")
-        return frozenset(int(rank) for rank in ranks if rank.strip().isdigit())
+        return frozenset(
+            map(int, re.findall(r"\d+", self.pg_config.get(group, {}).get("ranks", "")))
+        )
+
+    def is_before(self, operation: Operation) -> bool:
+        """Whether this rank, which does not wait in an operation, surely has not begun it."""
+        last = self.last_number(operation.process_group[0])
+        known = last < operation.collective_seq_id and (last > 0 or self.from_start)
+        return operation.is_p2p or known
 
     def last_number(self, group: str) -> int:
         """Return the number of the last collective of a group; 0 if there is none."""
-        entries = (e for e in self.entries if e.process_group[0] == group and not e.is_p2p)
-        return max((entry.collective_seq_id for entry in entries), default=0)
-
-    def is_before(self, group: str, number: int) -> bool:
-        """Whether this rank surely has not begun a collective."""
-        last = self.last_number(group)
-        return last < number and (last > 0 or self.from_start)
+        numbers = (e.collective_seq_id for e in self.entries if e.process_group[0] == group)
+        return max(numbers, default=0)
 
 
 class _PlainUnpickler(pickle.Unpickler):
@@ -120,67 +118,41 @@ def recorder_variables(
     What the user has set stays. Without DUMP_ON_TIMEOUT, torch looks at its pipe every ten minutes;
     with NCCL, some versions need the old name of the size, of which others warn.
     """
-    variables = {"TORCH_NCCL_DUMP_ON_TIMEOUT": "1"} if nccl else {}
-    paths = str(folder / "rank_")
-    for names, value in ((_PIPES, paths), (_DUMPS, paths), (_SIZES if nccl else (), _ENTRIES)):
-        if not environment.keys() & {*names}:
-            variables |= dict.fromkeys(names, value)
-    return {name: value for name, value in variables.items() if name not in environment}
+    values = {_PIPES: f"{folder}/rank_", _DUMPS: f"{folder}/rank_"}
+    if nccl:
+        values |= {_SIZES: _ENTRIES, ("TORCH_NCCL_DUMP_ON_TIMEOUT",): "1"}
+    unset = {names for names in values if not environment.keys() & {*names}}
+    return {name: values[names] for names in unset for name in names}
 
 
 def dump_prefixes(environment: Mapping[str, str]) -> tuple[str, str]:
     """Return the paths of pipes and dumps, up to the rank; empty if not set."""
     pipes, dumps = (
-        next((environment[name] for name in names if environment.get(name)), "")
-        for names in (_PIPES, _DUMPS)
+        next(filter(None, map(environment.get, names)), "") for names in (_PIPES, _DUMPS)
     )
     return pipes, dumps
 
 
 def request_dump(pipe: Path) -> bool:
     """Ask a process for its dump; returns False if it does not listen."""
-    try:
-        descriptor = os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)
-    except OSError:
-        return False
-    with os.fdopen(descriptor, "wb", buffering=0) as stream:
+    with suppress(OSError), open(os.open(pipe, os.O_WRONLY | os.O_NONBLOCK), "wb", 0) as stream:
         return bool(stream.write(b"1"))
+    return False
 
 
-def read_dump(path: Path) -> dict[str, Any]:
-    """Return a dump as torch or `shortened` wrote it; OSError, ValueError if it can't be read."""
+def read_dump(path: Path) -> Recording:
+    """Return what to keep of a dump of torch; OSError, ValueError if it can't be read."""
+    content = read_limited(path, _LARGEST)
     try:
-        dump = _PlainUnpickler(io.BytesIO(read_limited(path, _LARGEST))).load()
-    except (
-        pickle.UnpicklingError,
-        EOFError,
-        AttributeError,
-        IndexError,
-        KeyError,
-        TypeError,
-    ) as error:
+        recording = Recording.model_validate(_PlainUnpickler(io.BytesIO(content)).load())
+    except Exception as error:  # of damaged bytes anything
         raise ValueError(f"{path} is not a dump: {error}") from error
-    if not isinstance(dump, dict):
-        raise ValueError(f"{path} is not a dump")
-    return dump
-
-
-def read_recording(path: Path) -> Recording:
-    """Return the operations of a dump; OSError, ValueError if it can't be read."""
-    return Recording.model_validate(read_dump(path))
-
-
-def shortened(dump: dict[str, Any]) -> bytes:
-    """Return a dump with what is unfinished and the last operations of each group."""
-    recording = Recording.model_validate(dump)
-    counts: dict[object, int] = {}
-    entries = []
-    for entry, operation in zip(
-        reversed(dump["entries"]), reversed(recording.entries), strict=True
-    ):
-        key = operation.process_group, operation.is_p2p
-        counts[key] = counts.get(key, 0) + operation.finished
-        if not operation.finished or counts[key] <= _KEPT:
-            entries.append(entry)
-    from_start = all(entry.get("record_id") == 0 for entry in dump["entries"][:1])
-    return pickle.dumps({**dump, "entries": entries[::-1], "from_start": from_start})
+    entries = recording.entries
+    last = {e.process_group: e.collective_seq_id + e.p2p_seq_id for e in entries}
+    kept = [
+        e
+        for e in entries
+        if not e.finished or e.collective_seq_id + e.p2p_seq_id > last[e.process_group] - _KEPT
+    ]
+    from_start = getattr(next(iter(entries), None), "record_id", 0) == 0
+    return recording.model_copy(update={"entries": kept, "from_start": from_start})

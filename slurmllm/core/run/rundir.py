@@ -5,6 +5,7 @@ docs/developing/architecture.md has the layout of a run directory: each file and
 
 from __future__ import annotations
 
+import glob
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -81,6 +82,27 @@ def read_all(read: Callable[[K], V], items: Iterable[K]) -> list[V]:
         return [content for item in contents for content in item]
 
 
+def by_rank(prefix: str, ending: str = "") -> dict[int, Path]:
+    """Return the files `<prefix><rank><ending>`; none of an empty prefix."""
+    names = sorted(glob.glob(f"{glob.escape(prefix)}*{ending}")) if prefix else ()
+    ranks = {name.removeprefix(prefix).removesuffix(ending): Path(name) for name in names}
+    return {int(rank): path for rank, path in ranks.items() if rank.isdecimal()}
+
+
+def read_ranks(path_of: Callable[[int], Path], read: Callable[[Path], V]) -> dict[int, V]:
+    """Return what can be read of the ranks' files in an attempt's directory, by rank."""
+    folder, ending = path_of(0).parent, path_of(0).suffix
+    paths = by_rank(str(folder / "rank_"), ending)
+
+    def read_one(path: Path) -> V | None:
+        with suppress(OSError, ValueError, StorageError):
+            return read(path)
+        return None
+
+    contents = zip(paths, read_all(read_one, paths.values()), strict=True)
+    return {rank: content for rank, content in contents if content is not None}
+
+
 def fsync_dir(path: Path) -> None:
     """Make renames inside a folder durable."""
     descriptor = os.open(path, os.O_RDONLY)
@@ -127,7 +149,7 @@ class AttemptDir:
     # By rank:
     failure = PathOf[int]("failures/rank_{:05d}.json")  # why a worker failed (`FailureRecord`)
     stacks = PathOf[int]("stacks/rank_{:05d}.txt")  # Python stacks of an attempt that hung
-    collectives = PathOf[int]("collectives/rank_{:05d}")  # dumps of torch's Flight Recorder
+    collectives = PathOf[int]("collectives/rank_{:05d}.json")  # operations (`Recording`)
     worker = PathOf[int]("workers/rank_{:05d}.json")  # of a node's first one (`WorkerRecord`)
 
     @property

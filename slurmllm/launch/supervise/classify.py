@@ -20,6 +20,7 @@ from slurmllm.core.errors import (
     ConfigError,
     StorageError,
 )
+from slurmllm.core.format import format_ranks
 from slurmllm.core.run.error_patterns import (
     ENDINGS,
     Meaning,
@@ -38,7 +39,6 @@ from slurmllm.core.run.records import (
     NodeRecord,
     NodeRecords,
 )
-from slurmllm.launch.supervise.stacks import ranks_text
 
 # Signals that a process raises by a fault of its own code; others come from outside.
 CRASHES = {signal.SIGSEGV, signal.SIGABRT, signal.SIGFPE, signal.SIGILL}
@@ -52,7 +52,7 @@ _LOST_CHILD = re.compile(
     r"killed by signal(?: 9|: Killed)|exited unexpectedly|BrokenProcessPool|abruptly"
 )
 # Of one that got the SIGTERM of Slurm before its worker did
-STOPPED_CHILD = re.compile(r"killed by signal(?: 15\b|: Terminated)")
+_STOPPED_CHILD = re.compile(r"killed by signal(?: 15\b|: Terminated)")
 _SET_UP = re.compile(r": cluster\.setup: line |^slurmllm: line |execve\(|python[\d.]*: No module")
 _NO_GPU = re.compile(
     r"No (?:CUDA|HIP) GPUs are available|no CUDA-capable device|Found no NVIDIA driver"
@@ -320,12 +320,7 @@ def _hang(evidence: Evidence) -> Ending | None:
         return None
     if any(worker.code in _EXITS for worker in failed_workers(evidence.nodes)):
         return None
-    lines = (
-        *hang_text(hang),
-        *evidence.collectives,
-        *_left_early(evidence),
-        *evidence.stacks,
-    )
+    lines = (*hang_text(hang), *evidence.collectives, *_left_early(evidence), *evidence.stacks)
     return Ending("hang", lines, hang.suspects)
 
 
@@ -379,7 +374,7 @@ def hang_text(hang: HangRecord) -> list[str]:
     if hang.unresponsive_nodes:
         lines.append(f"{', '.join(hang.unresponsive_nodes)} stopped responding")
     if hang.behind:
-        lines.append(f"behind the others: {ranks_text(hang.behind)}")
+        lines.append(f"behind the others: {format_ranks(hang.behind)}")
     return lines
 
 
@@ -395,7 +390,7 @@ def _by_failure(evidence: Evidence) -> Ending | None:
         return _by_signal(first.origin, first.exit_code, first.node, evidence)
     reason: Lines = (_reason(first),)
     by_slurm = _by_slurm(evidence)
-    if STOPPED_CHILD.search(first.message) and (evidence.stop_signal or by_slurm):
+    if _STOPPED_CHILD.search(first.message) and (evidence.stop_signal or by_slurm):
         name = evidence.stop_signal or "SIGTERM"
         return Ending("advance_signal", (*by_slurm, f"{name}: ended a data worker first", *reason))
     if first.blame == "user" or _matches(first, "limit"):

@@ -25,7 +25,6 @@ from slurmllm.launch.supervise import attempts, collectives, stacks
 from slurmllm.launch.supervise.allocation import Allocation, SlurmAllocation
 from slurmllm.launch.supervise.attempt_monitor import Observations
 from slurmllm.launch.supervise.classify import (
-    STOPPED_CHILD,
     Evidence,
     TrainerExit,
     reported_all,
@@ -56,11 +55,7 @@ def gather_evidence(
         if time.monotonic() >= deadline:
             break
         time.sleep(0.2)
-    # Data workers may get the signal of a preemption before the supervisor.
-    may_be_preempted = stop_signal or any(STOPPED_CHILD.search(f.message) for f in failures)
-    slurm_state, out_of_memory, down_nodes = _by_slurm(
-        record, allocation, slurm_state, bool(may_be_preempted)
-    )
+    slurm_state, out_of_memory, down_nodes = _by_slurm(record, allocation, slurm_state)
     hang, lines = observed.hang, Lines()
     files = record.files(run)
     blocked = collectives.read_blocked(files, record.world_size)
@@ -98,7 +93,7 @@ def gather_evidence(
 
 
 def _by_slurm(
-    record: AttemptRecord, allocation: Allocation, state: str, may_be_preempted: bool
+    record: AttemptRecord, allocation: Allocation, state: str
 ) -> tuple[str, bool, dict[str, str]]:
     """Return the job's state, whether it ran out of memory, and the nodes that are down."""
     out_of_memory, down_nodes = False, dict[str, str]()
@@ -106,9 +101,9 @@ def _by_slurm(
         rows = allocation.client.accounting(allocation.job_id)
         out_of_memory = any(row.state == "OUT_OF_MEMORY" for row in rows[-3:])
         with suppress(SlurmError):
-            if may_be_preempted and to_unix(
-                allocation.client.batch_job(allocation.job_id).preempt_time
-            ):
+            preempted_at = to_unix(allocation.client.batch_job(allocation.job_id).preempt_time)
+            # Not before: a job keeps its number, and may keep this time, when it is requeued.
+            if preempted_at is not None and preempted_at >= int(record.started_at):
                 state = "PREEMPTED"
         with suppress(SlurmError):
             states = allocation.client.node_states()

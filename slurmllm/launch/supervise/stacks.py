@@ -17,8 +17,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from slurmllm.core.format import format_names
-from slurmllm.core.run.rundir import AttemptDir, read_all
+from slurmllm.core.format import format_ranks
+from slurmllm.core.run.rundir import AttemptDir, read_ranks
 from slurmllm.core.run.safe_files import read_limited
 
 # Frames as faulthandler and py-spy print them.
@@ -66,16 +66,7 @@ def read_locations(attempt: AttemptDir) -> dict[int, StackLocation]:
 
 def read_stacks(attempt: AttemptDir) -> dict[int, str]:
     """Return the dumps of the workers' stacks that can be read, by rank."""
-    folder = attempt.stacks(0).parent
-
-    def read(path: Path) -> tuple[int, str] | None:
-        try:
-            return int(path.stem.removeprefix("rank_")), read_limited(path).decode(errors="replace")
-        except (OSError, ValueError):
-            return None
-
-    paths = sorted(folder.glob("rank_*.txt")) if folder.is_dir() else []
-    return dict(dump for dump in read_all(read, paths) if dump is not None)
+    return read_ranks(attempt.stacks, lambda path: read_limited(path).decode(errors="replace"))
 
 
 def stack_location(dump: str) -> StackLocation:
@@ -125,30 +116,13 @@ def outliers(locations: Mapping[int, StackLocation]) -> tuple[int, ...]:
 def stack_lines(
     locations: Mapping[int, StackLocation], missing: Sequence[int] = ()
 ) -> tuple[str, ...]:
-    """Return lines for the outliers and one for the others; else for the most common locations.
-
-    The ranks that are `missing` in a collective come in place of outliers.
-    """
-    ranks = [rank for rank in missing if rank in locations] or outliers(locations)
-    alike: dict[str, list[int]] = defaultdict(list)
-    for rank in ranks:
-        alike[_PROCESS.sub("", locations[rank].text)].append(rank)
-    lines = [
-        f"{ranks_text(group)}: {locations[group[0]].text if len(group) == 1 else text}"
-        for text, group in alike.items()
-    ]
-    other_locations = [location for rank, location in locations.items() if rank not in ranks]
-    texts = Counter(_PROCESS.sub("", location.text) for location in other_locations).most_common(2)
-    noun = ("other", "others") if lines else ("worker", "workers")
-    total = "" if lines and len(texts) == 1 else f" of {len(other_locations)}"
-    unit = noun[len(other_locations) > 1]
-    return (*lines[:4], *(f"{count}{total} {unit}: {text}" for text, count in texts))
-
-
-def ranks_text(ranks: Sequence[int]) -> str:
-    """`rank 3`, `ranks 3, 7`."""
-    noun = "rank" if len(ranks) == 1 else "ranks"
-    return f"{noun} {format_names([str(rank) for rank in ranks])}"
+    """Return a line for each location, with its ranks: first the outliers' or `missing` ones'."""
+    first = [rank for rank in missing if rank in locations] or outliers(locations)
+    alike: dict[tuple[bool, str], list[int]] = defaultdict(list)
+    for rank, location in sorted(locations.items()):
+        alike[rank in first, _PROCESS.sub("", location.text)].append(rank)
+    groups = sorted(alike.items(), key=lambda item: (item[0][0], len(item[1])), reverse=True)
+    return tuple(f"{format_ranks(ranks)}: {text}" for (_, text), ranks in groups[:5])
 
 
 def inspect_process(pid: int, by_spy: bool = True) -> str:

@@ -385,11 +385,11 @@ class Heartbeats:
                 os.close(self._heartbeat)
             self._heartbeat = None
 
-    def collect_dumps(self, since: float, on_request: bool = True) -> None:
+    def collect_dumps(self, since: float) -> None:
         """Store what the node's ranks have recorded of their collectives (`collectives.py`)."""
         if self.folder is not None:
             variables = os.environ | recorder_variables(self.folder, os.environ)
-            collect_dumps(self._attempt, variables, since, on_request)
+            collect_dumps(self._attempt, variables, since)
 
     def dump_stacks(self, running: Mapping[int, int]) -> None:
         """Have the workers (rank → process id) dump their stacks into the run directory."""

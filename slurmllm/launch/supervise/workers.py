@@ -366,7 +366,7 @@ class Workers:
             self.record_failures()
             if failed and self.watched and self.heartbeats is not None:
                 # Of a time-out, unless they are those of a hang that was found first.
-                self.heartbeats.collect_dumps(self.record.started_at, on_request=False)
+                self.heartbeats.collect_dumps(self.record.started_at)
             self.save_with_retries()
         finally:
             if self.relay is not None:

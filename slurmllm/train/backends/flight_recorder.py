@@ -20,20 +20,16 @@ def answer_requests(rank: int) -> None:
     pipe, dump = dump_prefixes(os.environ)
     if not pipe or not dump or FLIGHT_RECORDER.missing():
         return
+    (dump_trace,) = FLIGHT_RECORDER.get()
     path = Path(f"{pipe}{rank}.pipe")
+
+    def answer() -> None:
+        while os.read(descriptor, 64):
+            with suppress(OSError):
+                write_whole(Path(f"{dump}{rank}"), dump_trace(), 0o600, durable=False)
+
     with suppress(OSError):  # a file system without pipes: no reason to end the training
         path.unlink(missing_ok=True)
         os.mkfifo(path, 0o600)
-        # Also for writing: it is open at any time, and never ends.
-        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-        arguments = (descriptor, Path(f"{dump}{rank}"))
-        threading.Thread(
-            target=_answer, args=arguments, name="flight recorder", daemon=True
-        ).start()
-
-
-def _answer(descriptor: int, path: Path) -> None:
-    (dump_trace,) = FLIGHT_RECORDER.get()
-    while os.read(descriptor, 64):
-        with suppress(OSError):
-            write_whole(path, dump_trace(), 0o600, durable=False)
+        descriptor = os.open(path, os.O_RDWR)  # also for writing: it is open at any time
+        threading.Thread(target=answer, name="flight recorder", daemon=True).start()
