@@ -24,6 +24,7 @@ from slurmllm.core.run.safe_files import read_limited
 _PIPES = ("TORCH_NCCL_DEBUG_INFO_PIPE_FILE", "TORCH_FR_DEBUG_INFO_PIPE_FILE")
 _DUMPS = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
 _SIZES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
+_ON_TIMEOUT = ("TORCH_NCCL_DUMP_ON_TIMEOUT",)
 _ENTRIES = "2000"  # torch's default since 2.7; before, nothing was recorded
 _LARGEST = 64 << 20  # bytes of a dump; 2,000 entries with their stacks are about 2 MB
 _PEERS = re.compile(r"(?:send|recv)\s+(\d+)(?:->|<-)(\d+)$")
@@ -82,16 +83,15 @@ class Operation(BaseModel, extra="allow"):  # torch's analyzer needs all fields
 class Recording(Record):
     """One rank's operations, oldest first: all unfinished ones, some others of each group."""
 
-    version: str = ""  # of the format
+    version: str  # of the format
     entries: list[Operation]
-    pg_config: dict[str, dict[str, str]] = {}  # `ranks`: a list, as text
+    pg_config: dict[str, dict[str, str]]  # `ranks`: a list, as text
     from_start: bool = False  # whether no entry was overwritten
 
     def members(self, group: str) -> frozenset[int]:
         """Return the ranks of a group by its name; empty if unknown (gloo, of torch 2.13)."""
-        return frozenset(
-            map(int, re.findall(r"\d+", self.pg_config.get(group, {}).get("ranks", "")))
-        )
+        ranks = self.pg_config.get(group, {}).get("ranks", "")
+        return frozenset(map(int, re.findall(r"\d+", ranks)))
 
     def is_before(self, operation: Operation) -> bool:
         """Whether this rank, which does not wait in an operation, surely has not begun it."""
@@ -118,10 +118,10 @@ def recorder_variables(
     What the user has set stays. Without DUMP_ON_TIMEOUT, torch looks at its pipe every ten minutes;
     with NCCL, some versions need the old name of the size, of which others warn.
     """
-    values = {_PIPES: f"{folder}/rank_", _DUMPS: f"{folder}/rank_"}
+    values: dict[tuple[str, ...], str] = {_PIPES: f"{folder}/rank_", _DUMPS: f"{folder}/rank_"}
     if nccl:
-        values |= {_SIZES: _ENTRIES, ("TORCH_NCCL_DUMP_ON_TIMEOUT",): "1"}
-    unset = {names for names in values if not environment.keys() & {*names}}
+        values |= {_SIZES: _ENTRIES, _ON_TIMEOUT: "1"}
+    unset = [names for names in values if not environment.keys() & {*names}]
     return {name: values[names] for names in unset for name in names}
 
 
@@ -135,8 +135,10 @@ def dump_prefixes(environment: Mapping[str, str]) -> tuple[str, str]:
 
 def request_dump(pipe: Path) -> bool:
     """Ask a process for its dump; returns False if it does not listen."""
-    with suppress(OSError), open(os.open(pipe, os.O_WRONLY | os.O_NONBLOCK), "wb", 0) as stream:
-        return bool(stream.write(b"1"))
+    with suppress(OSError):
+        descriptor = os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)
+        with os.fdopen(descriptor, "wb", 0) as stream:
+            return bool(stream.write(b"1"))
     return False
 
 

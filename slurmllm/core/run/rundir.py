@@ -5,7 +5,6 @@ docs/developing/architecture.md has the layout of a run directory: each file and
 
 from __future__ import annotations
 
-import glob
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -84,9 +83,9 @@ def read_all(read: Callable[[K], V], items: Iterable[K]) -> list[V]:
 
 def by_rank(prefix: str, ending: str = "") -> dict[int, Path]:
     """Return the files `<prefix><rank><ending>`; none of an empty prefix."""
-    names = sorted(glob.glob(f"{glob.escape(prefix)}*{ending}")) if prefix else ()
-    ranks = {name.removeprefix(prefix).removesuffix(ending): Path(name) for name in names}
-    return {int(rank): path for rank, path in ranks.items() if rank.isdecimal()}
+    name = re.compile(rf"{re.escape(Path(prefix).name)}([0-9]+){re.escape(ending)}")
+    paths = sorted(Path(prefix).parent.glob(f"*{ending}")) if prefix else ()
+    return {int(match[1]): path for path in paths if (match := name.fullmatch(path.name))}
 
 
 def read_ranks(path_of: Callable[[int], Path], read: Callable[[Path], V]) -> dict[int, V]:

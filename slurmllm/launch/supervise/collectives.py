@@ -169,8 +169,6 @@ def _meet(
         clauses.insert(0, f"{format_ranks(missing, 'has', 'have')} not joined {first.text}")
     if unrecorded:
         clauses.append(f"{format_ranks(unrecorded)} recorded nothing")
-    if not absent:
-        clauses.append("no rank is missing")
     idle = frozenset(missing) - busy
     order = (len(missing) - len(idle), not unrecorded, -len(alike))
     return _Meeting(order, idle, tuple(unrecorded), printable("; ".join(clauses)))
