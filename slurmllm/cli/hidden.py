@@ -100,11 +100,10 @@ def evaluate_checkpoint(run: Path, step: int | None) -> None:
     directory = RunDir(run)
     config = load(directory.config, trusted=True)
     if step is not None:
-        beside.evaluate_checkpoint(directory, config, step)
+        beside.evaluate_in_job(directory, config, step)
         return
-    stop = stop_event("SIGTERM")
     client = None if JobsRecord.last_of(directory).local else SlurmClient()
-    beside.Evaluator(directory, config, client).watch(stop.is_set, stop.wait)
+    beside.Evaluator(directory, config, client).watch(stop_event())
 
 
 @click.command("check-node", hidden=True)

@@ -61,7 +61,7 @@ def sync(
         raise UserError(f"{run_dir.name} has no trackers; name one with --to wandb or --to mlflow")
     setup_logging()
     if supervised:
-        stop = stop_event("SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2")
+        stop = stop_event()
         sending.sync(run_dir, config, names, stop.is_set, stop.wait)
         return
     client, logged = SlurmClient(), set[str]()
@@ -102,7 +102,9 @@ def prometheus(run: str, supervised: bool, runs_dir: Path) -> None:
     While RUN trains, its first node serves or writes them if the cluster profile has
     metrics.port or metrics.textfile.
     """
-    from slurmllm.analysis.status.runs import run_states, supervised_state
+    from prometheus_client import generate_latest
+
+    from slurmllm.analysis.status.runs import run_states
     from slurmllm.analysis.track.exporter import export
     from slurmllm.analysis.track.prometheus import Page
     from slurmllm.core.config.load import load
@@ -111,20 +113,20 @@ def prometheus(run: str, supervised: bool, runs_dir: Path) -> None:
 
     run_dir = find_run(run, runs_dir)
     config = load(run_dir.config, trusted=supervised)
-    if not supervised:
-        state = run_states([run_dir], SlurmClient())[0]
-        click.echo(Page(run_dir, config).render(state), nl=False)
+    if supervised:
+        setup_logging()
+        export(run_dir, config, stop_event())
         return
-    setup_logging()
-    stop = stop_event("SIGTERM", "SIGINT")
-    export(run_dir, config, lambda: supervised_state(run_dir), stop.is_set, stop.wait)
+    page = Page(run_dir, config)
+    page.update(run_states([run_dir], SlurmClient())[0])
+    click.echo(generate_latest(page), nl=False)
 
 
-def stop_event(*names: str) -> threading.Event:
-    """Return an event that these signals set; those for the training are ignored."""
+def stop_event() -> threading.Event:
+    """Return an event that SIGTERM and SIGINT set; ignore the signals for the training."""
     stop = threading.Event()
-    for name in ("SIGUSR1", "SIGUSR2"):
-        signal.signal(getattr(signal, name), signal.SIG_IGN)
-    for name in names:
-        signal.signal(getattr(signal, name), lambda *_: stop.set())
+    for number in (signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stop.set())
     return stop

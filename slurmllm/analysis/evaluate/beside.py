@@ -9,12 +9,15 @@ from __future__ import annotations
 import json
 import logging
 import math
+import os
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 from slurmllm.analysis.evaluate.request import task_key
 from slurmllm.analysis.evaluate.suites import LocatedSuite, save_suite, suite_of_tasks, suites_dir
@@ -22,19 +25,20 @@ from slurmllm.core.config.command import fill
 from slurmllm.core.config.resolve import RunConfig
 from slurmllm.core.errors import SlurmllmError, UserError
 from slurmllm.core.run.artifact_records import CheckpointEvaluation, EvaluationRecord
+from slurmllm.core.run.records import JobsRecord
 from slurmllm.core.run.rundir import RunDir
 from slurmllm.core.run.worker_files import diagnostic
-from slurmllm.core.slurm.client import SlurmClient
+from slurmllm.core.slurm.client import SlurmClient, wait_for
 from slurmllm.core.slurm.setup import new_job_environment
 from slurmllm.launch.submit.render import render_evaluation
 from slurmllm.train.checkpoint.catalogue import invalidated_checkpoints, list_checkpoints
 from slurmllm.train.checkpoint.foreign import list_trainer_checkpoints
-from slurmllm.train.checkpoint.holds import read_evaluations
+from slurmllm.train.checkpoint.holds import read_evaluations, save_evaluation
 from slurmllm.train.control.rendezvous import die_with_parent
 
 INTERVAL_S = 15.0  # between two looks at the checkpoints
 CACHED_S = 60.0  # for which NFS may show an old file (acregmax)
-_TRIES = 2  # of sbatch, and of an evaluation
+_TRIES = 2  # of an evaluation
 _COMMAND = "command"  # task and version of what `evaluate.command` scores
 _SLURMLLM = (sys.executable, "-P", "-m", "slurmllm")
 
@@ -48,72 +52,59 @@ class Evaluator:
     run: RunDir
     config: RunConfig
     client: SlurmClient | None  # None: one after the other, here
-    _jobs: dict[int, str] = field(default_factory=dict)  # step → job
-    _ended_at: dict[int, float] = field(default_factory=dict)  # step → Unix time, s
+    _ended_at: dict[str, float] = field(default_factory=dict)  # job → Unix time, s
 
-    def watch(self, ended: Callable[[], bool], sleep: Callable[[float], object]) -> None:
-        """Look for checkpoints until `ended`, and once more then."""
+    def watch(self, stop: threading.Event) -> None:
+        """Look for checkpoints until `stop`, and once more then."""
         last = False
         while not last:
-            last = ended()
+            last = stop.wait(INTERVAL_S)
             with diagnostic("evaluations"):  # what fails is tried again at the next look
                 self.look()
-            if not last:
-                sleep(INTERVAL_S)
 
     def look(self) -> None:
         evaluate = self.config.recipe.evaluate
         assert evaluate is not None
         records = {record.step: record for record in read_evaluations(self.run)}
+        cancelled = JobsRecord.last_of(self.run).cancelled_at is not None
         for step, (path, saved_at) in self._complete().items():
-            record = records.get(step)
-            if record is None or record.saved_at != saved_at:
-                before = [records[other].state for other in sorted(records) if other < step]
-                skipped = before[-evaluate.every + 1 :] if evaluate.every > 1 else []
-                due = skipped.count("skipped") == evaluate.every - 1
-                due = due or step == self.config.recipe.steps
-                state = "due" if due else "skipped"
-                record = CheckpointEvaluation.model_validate(
-                    {"step": step, "path": str(path), "saved_at": saved_at, "state": state}
+            if step not in records or records[step].saved_at != saved_at:
+                number = 1 + sum(other < step for other in records)
+                due = number % evaluate.every == 0 or step == self.config.recipe.steps
+                state: Literal["due", "skipped"] = "due" if due else "skipped"
+                record = CheckpointEvaluation(
+                    step=step, path=str(path), saved_at=saved_at, state=state
                 )
-                record.save(self.run.evaluating(step))
-                records[step] = record
-            if record.state == "due" or (record.state == "submitted" and self._lost(step)):
-                self._start(record)
-
-    def _lost(self, step: int) -> bool:
-        """Return whether an evaluation ended without a result, as far as this process knows."""
-        if self.client is None:
-            return True
-        job = self.client.queue([self._jobs[step]]) if step in self._jobs else None
-        if job is None or any(queued.active for queued in job.values()):
-            return False
-        ended_at = self._ended_at.setdefault(step, time.time())
-        # Read again: it may have ended since.
-        settled = CheckpointEvaluation.load(self.run.evaluating(step)).settled
-        return time.time() - ended_at >= CACHED_S and not settled
+                records[step] = save_evaluation(self.run, record)
+            if records[step].state == "due" and not cancelled:
+                self._start(records[step])
+        if self.client is not None:
+            submitted = [record for record in records.values() if record.state == "submitted"]
+            queue = self.client.queue([record.job for record in submitted])
+            for record in submitted:
+                if record.job not in queue or not queue[record.job].active:
+                    self._check_result(record)
 
     def _start(self, record: CheckpointEvaluation) -> None:
-        def save(state: str, error: str = "", refusals: int = record.refusals) -> None:
-            changes = {"state": state, "error": error, "refusals": refusals}
-            record.model_copy(update=changes).save(self.run.evaluating(record.step))
-            if error:
-                log.warning("step %d: evaluation %s: %s", record.step, state, error)
-
-        if record.refusals >= _TRIES or (record.state == "submitted" and self.client is not None):
-            save("failed", record.error or f"job {self._jobs[record.step]} ended without a result")
-            return
-        save("submitted")
         if self.client is None:
-            command = [*_SLURMLLM, "evaluate-checkpoint", str(self.run.path), str(record.step)]
-            subprocess.run(command, preexec_fn=die_with_parent)
+            evaluate_checkpoint(self.run, self.config, record)
             return
         try:
-            script = render_evaluation(self.config, self.run, record.step)
-            self._jobs[record.step] = self.client.submit(script)
-        except SlurmllmError as error:
-            refusals = record.refusals + 1
-            save("failed" if refusals >= _TRIES else "due", str(error), refusals)
+            job = self.client.submit(render_evaluation(self.config, self.run, record.step))
+        except SlurmllmError as error:  # tried twice
+            state = "failed" if record.error else "due"
+            save_evaluation(self.run, record, state=state, error=str(error))
+        else:
+            save_evaluation(self.run, record, state="submitted", error="", job=job)
+
+    def _check_result(self, record: CheckpointEvaluation) -> None:
+        """Call an evaluation failed if its job has ended without a result."""
+        ended_at = self._ended_at.setdefault(record.job, time.time())
+        # Read again: it may have been written since.
+        settled = CheckpointEvaluation.load(self.run.evaluating(record.step)).settled
+        if time.time() - ended_at >= CACHED_S and not settled:
+            error = f"job {record.job} ended without a result"
+            save_evaluation(self.run, record, state="failed", error=error)
 
     def _complete(self) -> dict[int, tuple[Path, float]]:
         """Return step → path of each complete checkpoint, and the Unix time of its save, s."""
@@ -129,19 +120,26 @@ class Evaluator:
         }
 
 
-def evaluate_checkpoint(run: RunDir, config: RunConfig, step: int) -> None:
-    """Evaluate a checkpoint as the recipe says, and write what became of it."""
-    record = CheckpointEvaluation.load(run.evaluating(step))
-    state, error = "failed", ""
+def evaluate_in_job(run: RunDir, config: RunConfig, step: int) -> None:
+    """Evaluate a checkpoint in a Slurm job, once the checkpoint's record names the job."""
+    job, path = os.environ["SLURM_JOB_ID"], run.evaluating(step)
+    if wait_for(lambda: CheckpointEvaluation.load(path).job == job, CACHED_S, 1.0):
+        evaluate_checkpoint(run, config, CheckpointEvaluation.load(path))
+    else:
+        log.warning("step %d is evaluated by another job than %s", step, job)
+
+
+def evaluate_checkpoint(run: RunDir, config: RunConfig, record: CheckpointEvaluation) -> None:
+    """Evaluate a checkpoint as the recipe says, and record the outcome."""
     for _ in range(_TRIES):
         try:
             _evaluate(run, config, record)
-            state, error = "done", ""
+        except Exception as error:  # whatever it is: `status` says it
+            changes = {"state": "failed", "error": str(error) or repr(error)}
+        else:
+            changes = {"state": "done", "error": ""}
             break
-        except Exception as fault:  # whatever it is: `status` says it
-            error = str(fault) or repr(fault)
-            log.warning("step %d: %s", step, error)
-    record.model_copy(update={"state": state, "error": error}).save(run.evaluating(step))
+    save_evaluation(run, record, **changes)
 
 
 def _evaluate(run: RunDir, config: RunConfig, record: CheckpointEvaluation) -> None:
@@ -160,18 +158,19 @@ def _evaluate(run: RunDir, config: RunConfig, record: CheckpointEvaluation) -> N
         cwd=config.recipe.command.folder if config.recipe.command else None,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
+        text=True,
+        errors="replace",
         preexec_fn=die_with_parent,
     )
-    output = done.stdout.decode(errors="replace")
-    print(output, flush=True)
+    print(done.stdout, flush=True)
     if done.returncode:
         raise UserError(f"exit code {done.returncode}; see the folder {run.logs}")
     if evaluate.command is None:
         return
-    if not (scores := last_scores(output)):
+    if not (scores := last_scores(done.stdout)):
         raise UserError("no scores: no line of the output is a JSON object of numbers")
     located = LocatedSuite(suite_of_tasks([_COMMAND], None), suites_dir())
-    save_suite(run, located, complete=True)
+    save_suite(run, located)
     checkpoint = f"{record.step:x}.{record.saved_at:.0f}"
     key = task_key(located.suite.groups[0].tasks[0], located.folder, None, _COMMAND)
     EvaluationRecord(
@@ -189,11 +188,8 @@ def _evaluate(run: RunDir, config: RunConfig, record: CheckpointEvaluation) -> N
 def last_scores(output: str) -> dict[str, float]:
     """Return the finite numbers of the last line that is a JSON object; empty without one."""
     for line in reversed(output.splitlines()):
-        try:
-            document = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(document, dict):
-            numbers = {k: v for k, v in document.items() if isinstance(v, int | float)}
-            return {name: float(value) for name, value in numbers.items() if math.isfinite(value)}
+        with suppress(ValueError):
+            if isinstance(document := json.loads(line), dict):
+                numbers = {k: float(v) for k, v in document.items() if isinstance(v, int | float)}
+                return {name: value for name, value in numbers.items() if math.isfinite(value)}
     return {}

@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import hmac
-import logging
 import threading
-import time
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
-from prometheus_client import CONTENT_TYPE_LATEST
+from prometheus_client import CollectorRegistry, generate_latest, make_wsgi_app
 
-from slurmllm.analysis.status.runs import RunState
+from slurmllm.analysis.status.runs import supervised_state
 from slurmllm.analysis.track.prometheus import Page
 from slurmllm.core.config.resolve import RunConfig
 from slurmllm.core.config.token_file import read_token
-from slurmllm.core.errors import ConfigError
 from slurmllm.core.run.rundir import RunDir
 from slurmllm.core.run.safe_files import login_name, write_whole
 from slurmllm.core.run.worker_files import diagnostic
@@ -27,10 +23,6 @@ if TYPE_CHECKING:
     from wsgiref.types import StartResponse, WSGIEnvironment
 
 INTERVAL_S = 15.0  # between two pages: Prometheus scrapes every 15 to 60 s
-_SHARE = 0.05  # of the time, at most, for making pages
-_STALE_S = 3600.0  # after which a page is that of a node that was lost
-
-log = logging.getLogger(__name__)
 
 
 class _Handler(WSGIRequestHandler):
@@ -40,82 +32,45 @@ class _Handler(WSGIRequestHandler):
         """Log nothing: Prometheus asks four times a minute."""
 
 
-class Exporter:
-    """Where the pages of a run go to; failures are logged, each once, and tried again."""
+def serve(registry: CollectorRegistry, port: int, token: str | None) -> WSGIServer:
+    """Serve metrics by a thread: to this machine, or to all clients with the token."""
+    page = make_wsgi_app(registry)
 
-    def __init__(self, run: RunDir, config: RunConfig) -> None:
-        metrics, self._token = config.cluster.metrics, None
-        self.page = b""
-        self._server: WSGIServer | None = None
-        self._port, self._textfile = metrics.port, None
-        try:
-            self._token = read_token(config)
-        except ConfigError as error:
-            log.warning("%s", error)
-            self._port = None
-        if metrics.textfile is not None:
-            folder = Path(metrics.textfile)
-            self._textfile = folder / f"slurmllm-{login_name()}-{run.name}.prom"
-            remove_stale(folder)
-
-    def publish(self, page: bytes) -> None:
-        self.page = page
-        if self._port is not None and self._server is None:
-            # It may be that of another run on this node.
-            with diagnostic(f"cluster.metrics.port {self._port}"):
-                host = "127.0.0.1" if self._token is None else ""
-                self._server = make_server(host, self._port, self._answer, handler_class=_Handler)
-                threading.Thread(target=self._server.serve_forever, daemon=True).start()
-        if self._textfile is not None:
-            with diagnostic(f"cluster.metrics.textfile {self._textfile}"):
-                self._textfile.parent.stat()  # node_exporter's own: not made here
-                write_whole(self._textfile, page, durable=False)
-
-    def close(self) -> None:
-        """Close the port and remove the file: series end, and no value outlives the training."""
-        if self._server is not None:
-            self._server.shutdown()
-            self._server.server_close()
-        if self._textfile is not None:
-            self._textfile.unlink(missing_ok=True)
-
-    def _answer(self, request: WSGIEnvironment, start: StartResponse) -> Iterable[bytes]:
-        sent = request.get("HTTP_AUTHORIZATION", "").encode()
-        token = self._token
-        if token is not None and not hmac.compare_digest(sent, f"Bearer {token}".encode()):
+    def answer(request: WSGIEnvironment, start: StartResponse) -> Iterable[bytes]:
+        credentials = request.get("HTTP_AUTHORIZATION", "").encode()
+        if token and not hmac.compare_digest(credentials, f"Bearer {token}".encode()):
             start("401 Unauthorized", [("WWW-Authenticate", "Bearer")])
             return [b"a bearer token is needed\n"]
-        if request["PATH_INFO"] != "/metrics":
-            start("404 Not Found", [])
-            return [b"see /metrics\n"]
-        start("200 OK", [("Content-Type", CONTENT_TYPE_LATEST)])
-        return [self.page]
+        result: Iterable[bytes] = page(request, start)
+        return result
+
+    server = make_server("" if token else "127.0.0.1", port, answer, handler_class=_Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    return server
 
 
-def remove_stale(folder: Path) -> None:
-    """Remove the pages of supervisors that could not: those of a node that was lost, for one."""
-    for path in folder.glob("slurmllm-*.prom"):
-        with suppress(OSError):  # another user's
-            if time.time() - path.lstat().st_mtime > _STALE_S:
-                path.unlink()
+def export(run: RunDir, config: RunConfig, stop: threading.Event) -> None:
+    """Publish a run's metrics until `stop`; failures are logged, each once, and tried again.
 
-
-def export(
-    run: RunDir,
-    config: RunConfig,
-    read_state: Callable[[], RunState],
-    ended: Callable[[], bool],
-    sleep: Callable[[float], object],
-) -> None:
-    """Publish a run's metrics until `ended`."""
-    exporter, page = Exporter(run, config), Page(run, config)
-    try:
-        while not ended():
-            begin = time.monotonic()
-            content = b""  # of damaged records: no figure is better than an old one
-            with diagnostic("metrics"):
-                content = page.render(read_state())
-            exporter.publish(content)
-            sleep(max(INTERVAL_S, (time.monotonic() - begin) / _SHARE))
-    finally:
-        exporter.close()
+    Raises ConfigError if the token cannot be read.
+    """
+    metrics, token, server = config.cluster.metrics, read_token(config), None
+    page, registry = Page(run, config), CollectorRegistry(auto_describe=False)
+    registry.register(page)
+    name = f"slurmllm-{login_name()}-{run.name}.prom"
+    file = None if metrics.textfile is None else Path(metrics.textfile, name)
+    while True:
+        with diagnostic("metrics"):
+            page.update(supervised_state(run))
+        if metrics.port is not None and server is None:
+            # It may be that of another run on this node.
+            with diagnostic(f"cluster.metrics.port {metrics.port}"):
+                server = serve(registry, metrics.port, token)
+        if file is not None:
+            with diagnostic(f"cluster.metrics.textfile {file}"):
+                file.parent.stat()  # node_exporter's own: not made here
+                write_whole(file, generate_latest(registry), durable=False)
+        if stop.wait(INTERVAL_S):
+            break
+    if file is not None:  # series end, and no value outlives the training
+        file.unlink(missing_ok=True)

@@ -7,11 +7,10 @@ with each successor, is a label of `slurmllm_run_info` only: series continue.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterator
+from functools import lru_cache
 from typing import get_args
 
-from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily as Counter
 from prometheus_client.core import GaugeMetricFamily as Gauge
 from prometheus_client.core import Metric
@@ -53,80 +52,72 @@ _HELP = {
 Sample = tuple[str, float | None, dict[str, str]]  # name, value, further labels
 
 
-@dataclass(eq=False)  # a registry needs a hash
 class Page(Collector):
-    """The metrics of one run, at one time after the other."""
+    """The metrics of one run, at the time of the last update."""
 
-    run: RunDir
-    config: RunConfig
-    state: RunState = field(default_factory=lambda: RunState("", ""))
-    _losses: list[EndingLoss] = field(default_factory=list)
-    _losses_of: object = None  # the attempts that `_losses` are of
+    def __init__(self, run: RunDir, config: RunConfig) -> None:
+        self._run, self._config = run, config
+        self._families: Collection[Metric] = ()
 
-    def render(self, state: RunState) -> bytes:
-        """Return the page of a state."""
-        self.state = state
-        registry = CollectorRegistry(auto_describe=False)
-        registry.register(self)
-        return generate_latest(registry)
+    def collect(self) -> Collection[Metric]:
+        return self._families
 
-    def collect(self) -> Iterable[Metric]:
-        labels = {"run": self.run.name, "cluster": self.config.cluster.name, "user": login_name()}
+    def update(self, state: RunState) -> None:
+        self._families = ()  # if this fails: no figure is better than an old one
+        run, cluster = self._run, self._config.cluster
+        labels = {"run": run.name, "cluster": cluster.name, "user": login_name()}
         families: dict[str, Metric] = {
             name: (Counter if name.endswith("_total") else Gauge)(f"slurmllm_{name}", meaning)
             for name, meaning in _HELP.items()
         }
-        for name, value, more in self._samples():
+        for name, value, more in _samples(run, self._config, state):
             if value is not None:
-                families[name].add_sample(f"slurmllm_{name}", {**labels, **more}, float(value))
-        return families.values()
+                families[name].add_sample(f"slurmllm_{name}", labels | more, float(value))
+        self._families = families.values()
 
-    def _samples(self) -> Iterator[Sample]:
-        state = self.state
-        last = state.attempts[-1] if state.attempts else None
-        for name in STATES:
-            yield "run_state", name == state.state, {"state": name}
-        names = {"recipe": state.recipe, "run_dir": state.run_dir, "version": __version__}
-        yield "run_info", 1, {**names, "job_id": (last and last.job_id) or ""}
-        if state.state == "damaged":
-            return
-        values = {
-            "last_step": state.step,
-            "target_steps": state.steps,
-            "last_step_timestamp_seconds": finite_number(state.metrics, "time"),
-            "loss": state.loss,
-            "trained_tokens": state.tokens,
-            "node_seconds_total": state.node_hours * HOUR_S,
-        }
-        if state.last_checkpoint is not None:
-            values["last_checkpoint_timestamp_seconds"] = state.last_checkpoint.saved_at
-        if last is not None:
-            values["attempt"] = last.attempt
-        if last is not None and state.state == "training":  # `status` keeps the last speed
-            values["tokens_per_second"] = state.tokens_per_s
-            if state.seq_per_s is not None:
-                mfu = flops_utilization(self.config, last.world_size, state.seq_per_s)
-                values["model_flops_utilization_ratio"] = mfu
-            for slow in read_slow_ranks(self.run, last) or ():
-                yield "slow_rank_ratio", slow.ratio, {"rank": str(slow.rank), "node": slow.node}
-        for name, value in values.items():
-            yield name, value, {}
-        yield from self._failures()
 
-    def _failures(self) -> Iterator[Sample]:
-        attempts = self.state.attempts
-        # Of the attempts before the last one: each was followed by a start.
-        endings = [attempt.ending or "unknown" for attempt in attempts[:-1]]
-        for ending in dict.fromkeys((*get_args(EndingClass), *endings)):
-            yield "restarts_total", endings.count(ending), {"class": ending}
-        # The history is read when another attempt ends or trains.
-        losses_of = [(a.attempt, a.ended_at) for a in attempts], self.state.metrics.get("attempt")
-        if losses_of != self._losses_of:
-            self._losses = sum_by_ending(list(find_recoveries(read_history(self.run))))
-            self._losses_of = losses_of
-        for loss in self._losses:
-            yield "lost_node_seconds_total", loss.node_hours * HOUR_S, {"class": loss.ending}
-        nodes, _ = excluded_nodes(self.run, attempts)
-        yield "excluded_nodes", len(nodes), {}
-        for node in nodes:
-            yield "excluded_node_info", 1, {"node": node.node}
+def _samples(run: RunDir, config: RunConfig, state: RunState) -> Iterator[Sample]:
+    attempts = state.attempts
+    job = attempts[-1].job_id if attempts else None
+    for name in STATES:
+        yield "run_state", name == state.state, {"state": name}
+    names = {"recipe": state.recipe, "run_dir": state.run_dir, "version": __version__}
+    yield "run_info", 1, {**names, "job_id": job or ""}
+    if state.state == "damaged":
+        return
+    saved = state.last_checkpoint
+    values = {
+        "last_step": state.step,
+        "target_steps": state.steps,
+        "last_step_timestamp_seconds": finite_number(state.metrics, "time"),
+        "last_checkpoint_timestamp_seconds": None if saved is None else saved.saved_at,
+        "loss": state.loss,
+        "trained_tokens": state.tokens,
+        "node_seconds_total": state.node_hours * HOUR_S,
+        "attempt": attempts[-1].attempt if attempts else None,
+    }
+    if attempts and state.state == "training":  # `status` keeps the last speed
+        values["tokens_per_second"] = state.tokens_per_s
+        if state.seq_per_s is not None:
+            mfu = flops_utilization(config, attempts[-1].world_size, state.seq_per_s)
+            values["model_flops_utilization_ratio"] = mfu
+        for slow in read_slow_ranks(run, attempts[-1]) or ():
+            yield "slow_rank_ratio", slow.ratio, {"rank": str(slow.rank), "node": slow.node}
+    for name, value in values.items():
+        yield name, value, {}
+    # Of the attempts before the last one: each was followed by a start.
+    endings = [attempt.ending or "unknown" for attempt in attempts[:-1]]
+    for ending in dict.fromkeys((*get_args(EndingClass), *endings)):
+        yield "restarts_total", endings.count(ending), {"class": ending}
+    ended = tuple((attempt.attempt, attempt.ended_at) for attempt in attempts)
+    for loss in _losses(run, ended, state.metrics.get("attempt")):
+        yield "lost_node_seconds_total", loss.node_hours * HOUR_S, {"class": loss.ending}
+    nodes, _ = excluded_nodes(run, attempts)
+    yield "excluded_nodes", len(nodes), {}
+    for node in nodes:
+        yield "excluded_node_info", 1, {"node": node.node}
+
+
+@lru_cache(maxsize=1)  # the history is read when another attempt ends or trains
+def _losses(run: RunDir, ended: object, training: object) -> list[EndingLoss]:
+    return sum_by_ending(list(find_recoveries(read_history(run))))

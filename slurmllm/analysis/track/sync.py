@@ -81,10 +81,14 @@ class Session:
 
     def send_scores(self) -> None:
         """Send new scores of checkpoints, which come after their steps."""
-        for key, scored in read_scores(self._run)[0] if self._tracker else ():
+        assert self._tracker is not None
+        for key, scored in read_scores(self._run)[0]:
             name = f"{scored.checkpoint:.16}/{key}"
-            if self._tracker and name not in self.record.scores:
-                tags = {_score_tag(scored.task, m): value for m, value in scored.scores.items()}
+            if name not in self.record.scores:
+                tags = {  # of the characters that MLflow takes
+                    re.sub(r"[^\w./: -]", "_", f"evaluate/{scored.task}/{metric}"): value
+                    for metric, value in scored.scores.items()
+                }
                 values = StepValues(scored.step, scored.evaluated_at, tags)
                 self._tracker.log_scores(values, max(self.record.last_step, 0))
                 self._save(scores=(*self.record.scores, name))
@@ -108,11 +112,6 @@ class Session:
     def _save(self, **fields: Any) -> None:
         self.record = self.record.model_copy(update=fields)
         self.record.save(self._path)
-
-
-def _score_tag(task: str, metric: str) -> str:
-    """Return the tag of a score, of the characters that MLflow takes."""
-    return re.sub(r"[^\w./: -]", "_", f"evaluate/{task}/{metric}")
 
 
 def step_values(curve: Curve, row: int) -> StepValues:

@@ -22,19 +22,17 @@ def read_token(config: RunConfig) -> str | None:
     name = config.cluster.metrics.token_file
     if name is None:
         return None
+    fault = "no token of at least 16 characters without blanks"
     try:
         with open_regular(Path(name)) as stream:
-            info = os.fstat(stream.fileno())
             token = stream.read(_LONGEST).decode("ascii", "replace").strip()
+            info = os.fstat(stream.fileno())
+            if info.st_uid not in (0, os.geteuid()) or info.st_mode & 0o077:
+                fault = f"others may read or write it; `chmod 600 {name}`"
+            elif re.fullmatch(r"[!-~]{16,}", token):
+                return token
     except OSError as error:
         fault = f"cannot be read: {os_error_text(error)}"
-    else:
-        if info.st_uid not in (0, os.geteuid()) or info.st_mode & 0o077:
-            fault = f"others may read or write it; `chmod 600 {name}`"
-        elif not re.fullmatch(r"[!-~]{16,}", token):
-            fault = "no token of at least 16 characters without blanks"
-        else:
-            return token
     fix = f"`(umask 077; openssl rand -hex 32 > {name})` makes one"
     fault = f"cluster.metrics.token_file: {name}: {fault}; {fix}"
     raise ConfigError("/metrics is not served", [fault])

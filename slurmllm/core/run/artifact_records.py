@@ -208,7 +208,7 @@ class CheckpointEvaluation(Record):
     path: str  # the checkpoint
     saved_at: float  # Unix time, s; another checkpoint of the step has another one
     state: Literal["skipped", "due", "submitted", "done", "failed"]
-    refusals: int = 0  # of sbatch
+    job: str = ""  # that evaluates it
     error: str = ""  # why it is not submitted, or failed
 
     @property

@@ -1,38 +1,30 @@
-"""What a supervisor sends to other services: notifications, and metrics to trackers.
+"""The notifications that a supervisor sends.
 
 A command is called by a thread when an attempt starts and when it ends. Nothing waits for it while
 the run has work to do; the supervisor's last act is to wait a few seconds for what is under way,
 unless a notification took too long.
-
-Metrics are sent to trackers, and shown to Prometheus, by child processes (`side_process`).
 """
 
 from __future__ import annotations
 
 import json
 import logging
-import math
 import os
-import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from slurmllm.core.config.operation import NotifyEvent
 from slurmllm.core.config.resolve import RunConfig
 from slurmllm.core.format import Json
 from slurmllm.core.run.records import CONTINUES, AttemptRecord
-from slurmllm.core.run.rundir import RunDir, Stage
+from slurmllm.core.run.rundir import RunDir
 from slurmllm.core.run.worker_files import diagnostic
-from slurmllm.launch.supervise.side_process import SideProcess
 
 TIMEOUT_S = 10.0  # for a command to end
 LAST_WAIT_S = 5.0  # for what is under way when the supervisor exits
-_LAST_STEPS_S = 15.0  # for trackers to get the last steps, when the nodes have no more work
-_SUBMISSION_S = 30.0  # for the last checkpoint's evaluation to be submitted
-_REMOVAL_S = 2.0  # for the process that Prometheus reads to remove its file
 _LONGEST = 1000  # characters of the text
 NOTIFICATION = "SLURMLLM_NOTIFICATION"  # the text, in the command's environment
 _FIELDS = {
@@ -131,50 +123,3 @@ def event_of(record: AttemptRecord) -> NotifyEvent | None:
     if record.action in CONTINUES:
         return "requeue"
     return "end" if record.action == "finish" or record.ending == "cancelled" else "failure"
-
-
-class SideProcesses:
-    """The child processes of one job that send what happens elsewhere."""
-
-    def __init__(self, run: RunDir, config: RunConfig) -> None:
-        self.run, self.config = run, config
-        sync = ["track", "sync", str(run.path), "--supervised"]
-        self._trackers = SideProcess("trackers", sync, run.track_log)
-        page = ["track", "prometheus", str(run.path), "--supervised"]
-        # By SIGTERM: it removes its file.
-        self._exporter = SideProcess("metrics", page, run.exporter_log, signal.SIGTERM)
-        watch = ["evaluate-checkpoint", str(run.path)]
-        self._evaluator = SideProcess("evaluations", watch, run.evaluator_log)
-
-    def start(self, stage: Stage) -> None:
-        if stage != "train":
-            return
-        cluster = self.config.cluster
-        if self.config.recipe.trackers and cluster.trackers.network:
-            self._trackers.start()
-        if cluster.metrics.port is not None or cluster.metrics.textfile is not None:
-            self._exporter.start()
-        if self.config.recipe.evaluate is not None:
-            self._evaluator.start()
-
-    def stop(
-        self,
-        *,
-        requeued: bool,
-        local: bool = False,
-        done: bool = False,
-        cancelled: Callable[[], object] = lambda: False,
-    ) -> None:
-        """Have trackers get the last steps, and the last checkpoints evaluated.
-
-        If requeued, the next attempt does. A local run that is done waits for its evaluations;
-        others leave them to the next attempt, or to Slurm.
-        """
-        self._exporter.stop(_REMOVAL_S)
-        patience_s = 0 if requeued or local else _SUBMISSION_S
-        self._evaluator.stop(math.inf if local and done else patience_s, cancelled)
-        if not self._trackers.stop(0 if requeued else _LAST_STEPS_S) and not requeued:
-            log.warning(
-                f"trackers: {' and '.join(self.config.recipe.trackers)} may lack the last steps; "
-                f"see {self.run.track_log}, then `slurmllm track sync {self.run.name}`"
-            )

@@ -56,7 +56,7 @@ from slurmllm.launch.supervise.next_job import (
     requeue_unrecorded,
     unrecorded_ending,
 )
-from slurmllm.launch.supervise.notify import Notifier, SideProcesses
+from slurmllm.launch.supervise.notify import Notifier
 from slurmllm.launch.supervise.policy import NodeFault
 from slurmllm.launch.supervise.preflight import Preparation
 from slurmllm.launch.supervise.resume_check import judge_resume, resume_check_of
@@ -66,6 +66,7 @@ from slurmllm.launch.supervise.run_lock import (
     other_supervisor,
     still_runs,
 )
+from slurmllm.launch.supervise.side_processes import SideProcesses
 from slurmllm.launch.supervise.successor import cancel_successor, register_train_job, restart_of
 from slurmllm.plan.mesh import load_mesh, make_mesh, possible_nodes, save_mesh
 

@@ -1,20 +1,39 @@
-"""Checkpoints that evaluations beside training have not read yet."""
+"""Evaluations beside training: their records, and the checkpoints that they have not read yet."""
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Mapping
 from contextlib import suppress
+from typing import Any
 
 from slurmllm.core.config.operation import EvaluateConfig
 from slurmllm.core.errors import StorageError
 from slurmllm.core.run.artifact_records import CheckpointEvaluation
-from slurmllm.core.run.rundir import RunDir, read_all
+from slurmllm.core.run.rundir import RunDir
+
+log = logging.getLogger(__name__)
 
 
 def read_evaluations(run: RunDir) -> list[CheckpointEvaluation]:
     """Return the evaluations of a run's checkpoints by step, of removed ones too."""
-    return read_all(CheckpointEvaluation.load, sorted(run.evaluating(0).parent.glob("*.json")))
+    records = []
+    for path in sorted(run.evaluating(0).parent.glob("*.json")):
+        with suppress(StorageError):  # made again, by the next look at the checkpoints
+            records.append(CheckpointEvaluation.load(path))
+    return records
+
+
+def save_evaluation(
+    run: RunDir, record: CheckpointEvaluation, **changes: Any
+) -> CheckpointEvaluation:
+    """Change and save the record of an evaluation; a new error is logged."""
+    record = record.model_copy(update=changes)
+    record.save(run.evaluating(record.step))
+    if changes.get("error"):
+        log.warning("step %d: evaluation %s: %s", record.step, record.state, record.error)
+    return record
 
 
 def held_steps(
@@ -27,10 +46,5 @@ def held_steps(
     if config is None:
         return set()
     since = time.time() - config.hold_hours * 3600
-    held = {step for step, saved in saved_at.items() if saved > since}
-    for step in tuple(held):
-        with suppress(StorageError):
-            record = CheckpointEvaluation.find(run.evaluating(step))
-            if record and record.settled and record.saved_at == saved_at[step]:
-                held.remove(step)
-    return held
+    settled = {(record.step, record.saved_at) for record in read_evaluations(run) if record.settled}
+    return {step for step, saved in {*saved_at.items()} - settled if saved > since}

@@ -1,15 +1,16 @@
 """The page that Prometheus reads: its figures, its parsers, its port and its file."""
 
 import json
-import os
 import re
 import shutil
 import socket
 import subprocess
+import threading
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ import pytest
 from analysis.report.reported_runs import make_reported_run
 from command_line import call, call_json, printed, refused
 from made_records import make_run, save_manifest, save_submission
-from present import present
+from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 from training_rows import make_rows, write_rows
 
@@ -28,7 +29,7 @@ from slurmllm.core.config.load import load
 from slurmllm.core.config.resolve import recipes_dir
 from slurmllm.core.run.records import ExcludedNode, ExcludedNodes, SlowRank, SlowRanksRecord
 from slurmllm.core.run.rundir import RunDir
-from slurmllm.launch.supervise.notify import SideProcesses
+from slurmllm.launch.supervise.side_processes import SideProcesses
 
 TOKEN = "0123456789abcdef0123"
 DASHBOARD = recipes_dir().parent / "grafana" / "slurmllm.json"
@@ -63,7 +64,9 @@ def training(tmp_path: Path) -> RunDir:
 
 
 def page_of(run: RunDir) -> str:
-    return Page(run, load(run.config)).render(supervised_state(run)).decode()
+    page = Page(run, load(run.config))
+    page.update(supervised_state(run))
+    return generate_latest(page).decode()
 
 
 def test_the_figures_are_those_of_status_and_report(training: RunDir) -> None:
@@ -144,22 +147,16 @@ def free_port() -> int:
         return int(server.getsockname()[1])
 
 
-def test_a_silent_client_delays_others_only(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_silent_client_delays_others_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(exporter._Handler, "timeout", 0.2)
-    port = free_port()
-    run = make_run(tmp_path / "r", f"cluster.metrics={{port: {port}}}")
-    publishing = exporter.Exporter(run, load(run.config))
-    publishing.publish(b"page")
+    server = exporter.serve(CollectorRegistry(), port := free_port(), None)
+    assert server.server_address == ("127.0.0.1", port)
     silent = [socket.create_connection(("127.0.0.1", port)) for _ in range(3)]
-    assert get(port) == (200, "page")
-    assert get(port, path="/")[0] == 404
-    address = present(publishing._server).server_address
-    assert address == ("127.0.0.1", port)
+    assert get(port) == (200, "")
     for connection in silent:
         connection.close()
-    publishing.close()
+    server.shutdown()
+    server.server_close()
 
 
 @pytest.mark.parametrize(
@@ -196,9 +193,6 @@ def test_the_supervisors_child_serves_writes_and_leaves_nothing(tmp_path: Path) 
     token.write_text(TOKEN + "\n")
     token.chmod(0o600)
     folder.mkdir()
-    stale = folder / "slurmllm-me-lost.prom"
-    stale.write_text("")
-    os.utime(stale, (0, 0))
     metrics = f"cluster.metrics={{port: {port}, token_file: {token}, textfile: {folder}}}"
     run = make_run(tmp_path / "r", metrics)
     write_rows(run.metrics(0), make_rows(1, 3))
@@ -209,7 +203,7 @@ def test_the_supervisors_child_serves_writes_and_leaves_nothing(tmp_path: Path) 
     children.start("train")
     until(lambda: bool([*folder.glob("*-r.prom")]) or not is_alive(children))
     (path,) = folder.iterdir()
-    assert (path.stat().st_mode & 0o777, stale.exists()) == (0o644, False)
+    assert path.stat().st_mode & 0o777 == 0o644
     assert parse(path.read_text())["last_step", ""] == 3
     for wrong in (None, TOKEN[:-1], TOKEN + "0", "", "é"):
         assert get(port, wrong)[0] == 401
@@ -223,25 +217,35 @@ def test_the_supervisors_child_serves_writes_and_leaves_nothing(tmp_path: Path) 
 
 
 def is_alive(children: SideProcesses) -> bool:
-    return present(children._exporter._child).poll() is None
+    return children.children[children.run.exporter_log].poll() is None
 
 
 def test_what_fails_is_a_warning_and_is_tried_again(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(exporter, "INTERVAL_S", 0.1)
+    folder, stop = tmp_path / "absent", threading.Event()
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = int(other.getsockname()[1])
-        folder = tmp_path / "absent"
         run = make_run(tmp_path / "r", f"cluster.metrics={{port: {port}, textfile: {folder}}}")
-        publishing = exporter.Exporter(run, load(run.config))
-        for _ in range(2):
-            publishing.publish(b"page")
-        assert caplog.text.count("Address already in use") == 1
-        assert caplog.text.count("No such file or directory") == 1
+        exporting = threading.Thread(target=exporter.export, args=(run, load(run.config), stop))
+        exporting.start()
+        until(lambda: "Address already in use" in caplog.text)
+        until(lambda: "No such file or directory" in caplog.text)
+        time.sleep(0.5)
         assert not folder.exists()
     folder.mkdir()
-    publishing.publish(b"page")
-    assert get(port) == (200, "page")
-    assert len([*folder.iterdir()]) == 1
-    publishing.close()
+    until(lambda: bool([*folder.iterdir()]))
+    until(lambda: serves(port))
+    assert get(port)[1] == next(folder.iterdir()).read_text()
+    stop.set()
+    exporting.join()
     assert not [*folder.iterdir()]
+    assert caplog.text.count("Address already in use") == 1
+    assert caplog.text.count("No such file or directory") == 1
+
+
+def serves(port: int) -> bool:
+    with suppress(OSError):
+        return get(port)[0] == 200
+    return False

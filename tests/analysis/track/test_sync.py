@@ -32,7 +32,7 @@ from slurmllm.core.errors import ConfigError, InfrastructureError, RunError
 from slurmllm.core.run.artifact_records import EvaluationRecord
 from slurmllm.core.run.rundir import RunDir
 from slurmllm.launch.submit.prepare import RunRequest, prepare
-from slurmllm.launch.supervise.notify import SideProcesses
+from slurmllm.launch.supervise.side_processes import SideProcesses
 
 KEY = "cAnArY" + "0" * 34
 
@@ -257,7 +257,7 @@ def test_a_child_that_fails_is_a_warning(
     save(config, run)
     tracking = SideProcesses(run, config)
     tracking.start("train")
-    present(tracking._trackers._child).wait()
+    tracking.children[run.track_log].wait()
     tracking.stop(requeued=False)
     assert "may lack the last steps" in caplog.text
     assert "no API key here" in run.track_log.read_text()

@@ -1,0 +1,102 @@
+"""Child processes of the supervisor, of the lowest priority, for what must not touch the training.
+
+They send metrics to trackers, show them to Prometheus, and have checkpoints evaluated. They read
+the run directory; nothing waits for them while the run has work to do, and nothing is lost with
+them.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+from slurmllm.core.config.resolve import RunConfig
+from slurmllm.core.run.rundir import RunDir, Stage
+from slurmllm.core.run.safe_files import open_append
+from slurmllm.core.run.worker_files import diagnostic
+from slurmllm.core.slurm.client import wait_for
+from slurmllm.train.control.rendezvous import die_with_parent
+
+_LAST_STEPS_S = 15.0  # for trackers to get the last steps, when the nodes have no more work
+_SUBMISSION_S = 30.0  # for the last checkpoint's evaluation to be submitted
+_REMOVAL_S = 2.0  # for the process that Prometheus reads to remove its file
+_POLL_S = 0.05
+
+log = logging.getLogger(__name__)
+
+
+class SideProcesses:
+    """The child processes of one job; those of an earlier attempt in it continue."""
+
+    def __init__(self, run: RunDir, config: RunConfig) -> None:
+        self.run, self.config = run, config
+        self.children: dict[Path, subprocess.Popen[bytes]] = {}  # by log
+
+    def start(self, stage: Stage) -> None:
+        recipe, cluster = self.config.recipe, self.config.cluster
+        if stage != "train":
+            return
+        if recipe.trackers and cluster.trackers.network:
+            self._start(self.run.track_log, "track", "sync", "--supervised")
+        if cluster.metrics.port is not None or cluster.metrics.textfile is not None:
+            self._start(self.run.exporter_log, "track", "prometheus", "--supervised")
+        if recipe.evaluate is not None:
+            self._start(self.run.evaluator_log, "evaluate-checkpoint")
+
+    def _start(self, path: Path, *verb: str) -> None:
+        if path in self.children and self.children[path].poll() is None:
+            return
+        command = ["nice", "-n", "19", sys.executable, "-P", "-m", "slurmllm", *verb]
+        # The exporter removes its file when the supervisor ends.
+        orphaned_by = signal.SIGTERM if path == self.run.exporter_log else signal.SIGKILL
+        with diagnostic(path.stem), os.fdopen(open_append(path), "wb", buffering=0) as output:
+            self.children[path] = subprocess.Popen(
+                [*command, str(self.run.path)],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                preexec_fn=partial(die_with_parent, orphaned_by),
+            )
+
+    def stop(
+        self,
+        *,
+        requeued: bool,
+        local: bool = False,
+        done: bool = False,
+        cancelled: Callable[[], object] = lambda: False,
+    ) -> None:
+        """Have trackers get the last steps, and the last checkpoints evaluated.
+
+        If requeued, the next attempt does. A local run that is done waits for its evaluations;
+        others leave them to the next attempt, or to Slurm.
+        """
+        self._stop(self.run.exporter_log, _REMOVAL_S)
+        patience_s = math.inf if local and done else _SUBMISSION_S
+        if requeued or (local and not done):
+            patience_s = 0
+        self._stop(self.run.evaluator_log, patience_s, cancelled)
+        if not self._stop(self.run.track_log, 0 if requeued else _LAST_STEPS_S) and not requeued:
+            log.warning(
+                f"trackers: {' and '.join(self.config.recipe.trackers)} may lack the last steps; "
+                f"see {self.run.track_log}, then `slurmllm track sync {self.run.name}`"
+            )
+
+    def _stop(
+        self, path: Path, patience_s: float, cancelled: Callable[[], object] = lambda: False
+    ) -> bool:
+        """End a child, by force after `patience_s`; returns whether it has ended without error."""
+        if (child := self.children.get(path)) is None:
+            return True
+        if patience_s:
+            child.terminate()
+            wait_for(lambda: child.poll() is not None or cancelled(), patience_s, _POLL_S)
+        child.kill()
+        return child.wait() == 0
