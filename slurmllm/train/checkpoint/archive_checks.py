@@ -14,7 +14,7 @@ from io import RawIOBase
 from operator import attrgetter
 from pathlib import Path
 from struct import error as struct_error
-from struct import unpack, unpack_from
+from struct import unpack_from
 from typing import TYPE_CHECKING, BinaryIO, cast
 
 if TYPE_CHECKING:
@@ -23,14 +23,14 @@ if TYPE_CHECKING:
 _ZIP, _ZIP_END = b"PK\x03\x04", b"PK\x05\x06"
 _ZIP_ENDS = (_ZIP_END, b"PK\x06\x06")  # also above 4 GiB
 _ENTRY = 46  # bytes of an entry of the table of contents without its name
-_HEADER, _END = 30, 22  # bytes of a member's header without its name, of the archive's end
+_END = 22  # bytes of the archive's end
 _DESCRIBED = 8  # flag of a member whose sizes follow it, in 16 or 24 bytes
 _SUMMED = 1 << 20  # bytes up to which a member's checksum is always compared: the pickle's
 _BLOCK = 1 << 22
 
 
-class ArchiveError(Exception):
-    """An archive that torch.load could not read."""
+class DamagedError(Exception):
+    """What shows that a file of a checkpoint cannot be loaded."""
 
 
 class FilePart(RawIOBase):
@@ -58,7 +58,7 @@ class FilePart(RawIOBase):
 
 
 def check_archive(stream: BinaryIO, offset: int, length: int, full: bool = False) -> bool:
-    """Return whether a part of a file is an archive of torch.save; ArchiveError if it is damaged.
+    """Return whether a part of a file is an archive of torch.save; DamagedError if it is damaged.
 
     `full`: compare the checksums of all members, if it was saved with them.
     """
@@ -68,18 +68,18 @@ def check_archive(stream: BinaryIO, offset: int, length: int, full: bool = False
     archive_part.seek(max(length - _END, 0))
     ends = archive_part.read(_END).startswith(_ZIP_END)
     if not head.strip(b"\0"):  # what was never written reads as zeros
-        raise ArchiveError("its first bytes are zeros" if head else "it is empty")
+        raise DamagedError("its first bytes are zeros" if head else "it is empty")
     if not begins and not ends:
         return False
     if begins != ends:
-        raise ArchiveError("it is cut off" if begins else "its first bytes are damaged")
+        raise DamagedError("it is cut off" if begins else "its first bytes are damaged")
     try:
         _check_members(archive_part, full)
     except (
         *(zipfile.BadZipFile, EOFError, ValueError, NotImplementedError, RuntimeError),
         *(OverflowError, struct_error, zlib.error),
     ) as error:
-        raise ArchiveError(f"its table of contents is damaged ({error})") from error
+        raise DamagedError(f"its table of contents is damaged ({error})") from error
     return True
 
 
@@ -87,29 +87,26 @@ def _check_members(archive_part: BinaryIO, full: bool) -> None:
     with zipfile.ZipFile(archive_part) as archive:
         members = sorted(archive.infolist(), key=attrgetter("header_offset"))
         if missing := {"data.pkl", "version"} - {Path(m.filename).name for m in members}:
-            raise ArchiveError(f"its table of contents lacks {', '.join(sorted(missing))}")
-        has_sums, begin = any(m.CRC for m in members), 0
-        gaps: tuple[int, ...] = (0,)
-        for member in members:
-            if member.header_offset - begin not in gaps:
-                raise ArchiveError(f"what is before {member.filename} is in no table of contents")
+            raise DamagedError(f"its table of contents lacks {', '.join(sorted(missing))}")
+        has_sums, end, is_described = any(m.CRC for m in members), 0, 0
+        for member, begin in [*((m, m.header_offset) for m in members), (None, archive.start_dir)]:
+            if begin - end not in ((16, 24) if is_described else (0,)):
+                raise DamagedError(f"bytes {end:,} to {begin:,} are in no table of contents")
+            if member is None:
+                break
             with archive.open(member) as content:  # compares the header, at the end the sum
+                end = archive_part.tell() + member.compress_size  # it is read up to the content
                 if has_sums and (full or member.file_size <= _SUMMED):
                     while content.read(_BLOCK):
                         pass
-            archive_part.seek(member.header_offset + _HEADER - 4)
-            begin = member.header_offset + _HEADER + sum(unpack("<HH", archive_part.read(4)))
-            begin += member.compress_size
             if member.compress_type == zipfile.ZIP_STORED and member.volume | (
                 member.compress_size ^ member.file_size
             ):
-                raise ArchiveError(f"the sizes of {member.filename} are not those of the table")
-            gaps = (16, 24) if member.flag_bits & _DESCRIBED else (0,)
-        if archive.start_dir - begin not in gaps:
-            raise ArchiveError(f"what is after {members[-1].filename} is in no table of contents")
+                raise DamagedError(f"the sizes of {member.filename} are not those of the table")
+            is_described = member.flag_bits & _DESCRIBED
         archive_part.seek(archive.start_dir)
-        table, begin = archive_part.read(), 0
+        table, end = archive_part.read(), 0
         for _ in members:  # each with the bytes of its name and of two more fields
-            begin += _ENTRY + sum(unpack_from("<3H", table, begin + 28))
-        if table[begin : begin + 4] not in _ZIP_ENDS:
-            raise ArchiveError("its table of contents does not end at the archive's end")
+            end += _ENTRY + sum(unpack_from("<3H", table, end + 28))
+        if table[end : end + 4] not in _ZIP_ENDS:
+            raise DamagedError("its table of contents does not end at the archive's end")

@@ -2,7 +2,7 @@
 
     python -I pickle_process.py PATH
 
-It prints {"files": {name: [[offset, length], …]}, "faults": […]}, {"damaged": …} or {"unknown": …}.
+It prints {"files": {name: [[offset, length], …]}}, {"damaged": …} or {"unknown": …}.
 Nothing that the pickle names is imported or called. What a hostile one can still do, ask for memory
 and time, is limited for the process. The unpickler in C is a hundred times as fast as that of
 `formats.pickles`, and a `.metadata` may have hundreds of MB.
@@ -39,33 +39,37 @@ class _PlaceReader(pickle.Unpickler):
         return containers.get(f"{module}.{name}") or type(name, (_AnyObject,), {})
 
 
-def _places(path: Path) -> dict[str, Any]:
+def _places(path: Path) -> dict[str, list[tuple[int, int]]]:
     with path.open("rb") as stream:
         metadata = _PlaceReader(stream).load()
     stored = metadata.state["storage_data"]
     if "StorageInfo" not in str([*stored.values()][:1]):  # torch's own class
-        return {"unknown": "its structure is not torch's"}
+        raise NotImplementedError("its structure is not torch's")
     files: dict[str, list[tuple[int, int]]] = {}
-    listed = set()
-    for index, location in stored.items():
-        info, key = location.state, index.state
+    for location in stored.values():
+        info = location.state
         files.setdefault(info["relative_path"], []).append((info["offset"], info["length"]))
-        listed.add((key["fqn"], key.get("offset")))
-    faults = []
+    for name in files:
+        if Path(name).is_absolute() or ".." in Path(name).parts:
+            raise ValueError(f"it names {name:.80}, outside its folder")
+    listed = {(index.state["fqn"], index.state.get("offset")) for index in stored}
     for name, entry in metadata.state["state_dict_metadata"].items():
-        chunks = [chunk.state["offsets"] for chunk in (entry.state or {}).get("chunks", ())]
-        faults += [name for corner in chunks or [None] if (name, corner) not in listed]
-    return {"files": files, "faults": [f"{name} has no entry" for name in faults[:3]]}
+        chunks = (entry.state or {}).get("chunks")
+        for corner in [chunk.state["offsets"] for chunk in chunks] if chunks else [None]:
+            if (name, corner) not in listed:
+                raise ValueError(f"{name} has no entry")
+    return files
 
 
 def main() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
+    answer: dict[str, Any]
     try:
-        answer = _places(Path(sys.argv[1]))
-    except (OSError, MemoryError) as error:
-        answer = {"unknown": repr(error)}
+        answer = {"files": _places(Path(sys.argv[1]))}
+    except (OSError, MemoryError, NotImplementedError) as error:
+        answer = {"unknown": str(error) or "no memory was left"}
     except Exception as error:  # of damaged bytes anything
-        answer = {"damaged": f"{type(error).__name__}: {error}"[:200]}
+        answer = {"damaged": f"{error!r:.200}"}
     json.dump(answer, sys.stdout)
 
 
