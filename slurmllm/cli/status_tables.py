@@ -181,8 +181,7 @@ def _worker_lines(details: Details) -> Iterator[Line]:
             )
             yield "incomplete", f"{', '.join(trainer.incomplete)}: {why}"
         for entry in trainer.passed_over:
-            moved = f"; moved to {entry.moved_to}" if entry.moved_to else ""
-            yield "passed over", f"step {entry.step}, {entry.path}: {entry.reason}{moved}"
+            yield "passed over", str(entry)
     elif details.mesh is not None:
         yield "batch", _batch(details.mesh, details.micro_batch)
 

@@ -252,7 +252,7 @@ class Guard:
 
     def _roll_back(self, divergence: Divergence) -> str:
         run, config = self._run, self._config
-        record = SkipsRecord.find(run.skips) or SkipsRecord()
+        record = SkipsRecord.of(run)
         skips = record.skips
         if len(skips) >= config.max_roll_backs:
             return (

@@ -198,7 +198,7 @@ def read_details(
         slow_ranks=read_slow_ranks(run, attempts[-1]) if running else None,
         evaluation=last_evaluation(run) if evaluates else None,
         evaluations=tuple(read_evaluations(run)),
-        skips=(SkipsRecord.find(run.skips) or SkipsRecord()).skips,
+        skips=SkipsRecord.of(run).skips,
         core_files={p.name: p.stat().st_size for p in run.path.glob("core*") if p.is_file()},
         trial=config.is_trial,
         trainer=_trainer_details(run, attempts, command) if command else None,

@@ -241,7 +241,7 @@ def _read_records(run: RunDir, warnings: list[str]) -> dict[str, Any]:
     records: dict[str, Any] = {"data": None, "skips": (), "changes": {}, "nodes": {}}
     try:
         records["data"] = DataRecord.find(run.data)
-        records["skips"] = (SkipsRecord.find(run.skips) or SkipsRecord()).skips
+        records["skips"] = SkipsRecord.of(run).skips
         submissions = JobsRecord.of(run).submissions
         records["changes"] = {s.first_attempt: s.changes for s in submissions}
     except StorageError as error:

@@ -299,6 +299,10 @@ class PassedOver(Record):
     reason: str
     moved_to: str | None = None  # where it is now, if its trainer would have taken it
 
+    def __str__(self) -> str:
+        moved = f"; moved to {self.moved_to}" if self.moved_to else ""
+        return f"step {self.step}, {self.path}: {self.reason}{moved}"
+
 
 class AttemptRecord(Record):
     """`attempts/NNN/attempt.json`: the nodes of an attempt, how it ended and why."""
@@ -450,8 +454,7 @@ class RejectedCheckpoint(Record):
 
     step: int
     attempt: int
-    since: float  # start of the attempt, Unix time, s
-    until: float  # its end: what is written later is another checkpoint
+    until: float  # its end, Unix time, s: what is written later is another checkpoint
     reason: str
 
     @property
@@ -464,6 +467,11 @@ class SkipsRecord(Record):
 
     skips: tuple[SkippedBatches, ...] = ()
     rejected: tuple[RejectedCheckpoint, ...] = ()
+
+    @classmethod
+    def of(cls, run: RunDir) -> Self:
+        """Return the record of a run, empty without a roll-back; raises as `load` does."""
+        return cls.find(run.skips) or cls()
 
 
 class Event(Record):

@@ -63,7 +63,6 @@ class Observations:
     overran_s: float | None = None  # from the stop signal to the workers' forced end, if forced
     hang: HangRecord | None = None
     superseded_by: int | None = None
-    bad_resume: str = ""  # what the loss says of the checkpoint that was resumed from
     unwritable: str | None = None  # why the run directory could not be written
     first_symptom_at: float | None = None  # Unix time of the first sign of the end
     launchers_s: float = 0.0  # from the launchers' start to their end
@@ -226,9 +225,7 @@ class AttemptMonitor:
 
     def _look(self, now: float) -> None:
         ending = self._failed_at is not None or self._kill_at is not None
-        fault = "" if ending or self._resume_check is None else self._resume_check.fault()
-        if fault:
-            self.observed.bad_resume = fault
+        if not ending and self._resume_check is not None and (fault := self._resume_check.look()):
             self._note_symptom()
             self._kill_at = now
             log.warning("train attempt %d: %s: ending it", self._record.attempt, fault)

@@ -178,8 +178,7 @@ def offer_checkpoint(run: RunDir, config: RunConfig, record: AttemptRecord) -> A
         return record
     record = use_checkpoint(run, command, record)
     for entry in record.passed_over:
-        moved = f"; moved to {entry.moved_to}" if entry.moved_to else ""
-        log_attempt(record, f"step {entry.step} is passed over: {entry.reason}{moved}")
+        log_attempt(record, f"passed over: {entry}")
     return record
 
 
@@ -236,7 +235,7 @@ def close_attempt(
     fields = {"checkpoint_after": saved, "phases_s": phases, "new_graphs": graphs}
     begin = first_attempt(run)
     diverged = closed.ending == "divergence"
-    skips = (SkipsRecord.find(run.skips) if diverged else None) or SkipsRecord()
+    skips = SkipsRecord.of(run) if diverged else SkipsRecord()
     closed = decide(
         closed.model_copy(update=fields),
         [a for a in earlier if begin <= a.attempt < closed.attempt and a.ending],

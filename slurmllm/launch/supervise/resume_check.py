@@ -18,7 +18,7 @@ import math
 import re
 import statistics
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from itertools import islice, pairwise
 
@@ -43,128 +43,106 @@ _MOST = 1000
 _SAYS_NAN = re.compile(r"\bnan\b|not finite|non-finite", re.IGNORECASE)
 
 
-def loss_fault(before: Sequence[float], after: Sequence[float], first: float | None = None) -> str:
+def loss_fault(before: Sequence[float], after: Sequence[float]) -> str:
     """Return what is wrong with the losses after a resume; empty if nothing is.
 
     Args:
-        before: Losses up to the checkpoint's step, oldest first.
+        before: Finite losses up to the checkpoint's step, those of the run's first rows first.
         after: Losses of the resumed attempt, oldest first.
-        first: Median of the run's first losses, if known.
     """
     finite = [math.isfinite(loss) for loss in after[:_NAN_ROWS]]
     if any(not (here or following) for here, following in pairwise(finite)):
         return "the loss is not finite"
-    curve = [loss for loss in before if math.isfinite(loss)]
-    rows = after[:_ROWS]
-    if len(rows) < _ROWS or len(curve) < _LEAST or not all(finite[:_ROWS]):
+    if len(after) < _ROWS or len(before) < _LEAST or not all(finite[:_ROWS]):
         return ""
-    level = statistics.median(curve[-_LEVEL:])
-    excess = [
-        min(curve[end - _ROWS : end]) - statistics.median(curve[end - _ROWS - _LEVEL : end - _ROWS])
-        for end in range(_LEVEL + _ROWS, len(curve) + 1)
-    ]
-    noise = 1.4826 * statistics.median(abs(loss - level) for loss in curve[-_LEVEL:])
-    gained = level if first is None else first - level
-    limit = max(2 * max(excess), 10 * noise, gained / 4, abs(level) / 4)
-    if min(rows) <= level + limit:
+    recent, lowest = before[-_LEVEL:], min(after[:_ROWS])
+    level = statistics.median(recent)
+    windows = (
+        before[end : end + _LEVEL + _ROWS] for end in range(len(before) - _LEVEL - _ROWS + 1)
+    )
+    spike = max(min(rows[_LEVEL:]) - statistics.median(rows[:_LEVEL]) for rows in windows)
+    noise = 1.4826 * statistics.median(abs(loss - level) for loss in recent)
+    gained = statistics.median(before[:_ROWS]) - level
+    limit = level + max(2 * spike, 10 * noise, gained / 4, abs(level) / 4)
+    if lowest <= limit:
         return ""
     return (
-        f"the loss is {min(rows):.4g} or more in {_ROWS} rows, it was {level:.4g} before (limit "
-        f"{level + limit:.4g})"
+        f"the loss is {lowest:.4g} or more in {_ROWS} rows, it was {level:.4g} before (limit "
+        f"{limit:.4g})"
     )
 
 
 class ResumeCheck:
-    """The check of one attempt's losses."""
+    """The check of the losses of an attempt that has resumed from a checkpoint."""
 
-    def __init__(self, run: RunDir, record: AttemptRecord, first_attempt: int, older: bool) -> None:
-        """`first_attempt`: of the submission; `older`: whether there is an older checkpoint."""
-        self._run, self._record = run, record
-        rejected = (SkipsRecord.find(run.skips) or SkipsRecord()).rejected
-        gone_back = any(entry.attempt >= first_attempt for entry in rejected)
-        self.is_active = bool(record.checkpoint_before) and older and not gone_back
-        self._before: list[float] = []
-        self._first: float | None = None
-
-    def fault(self) -> str:
-        """Return what is wrong with the losses so far; no more is read than the check needs."""
-        step = self._record.checkpoint_before
-        if not self.is_active or step is None:
-            return ""
-        with suppress(RunError, StorageError, OSError):
-            path = self._run.metrics(self._record.attempt)
-            rows = [row for _, row in islice(read_rows(path), _NAN_ROWS)]
-            if rows and rows[0]["step"] <= step:  # it did not resume
-                self.is_active = False
-                return ""
-            losses = [*_losses(rows)]
-            if len(losses) >= _ROWS and not self._before:
-                self._read_curve(step)
-            if fault := loss_fault(self._before, losses, self._first):
-                return f"after the resume from step {step}: {fault}"
-            self.is_active = len(losses) < _NAN_ROWS
-        return ""
-
-    def crash_fault(self, evidence: Sequence[str]) -> str:
-        """Return the line by which a trainer failed for its loss within few rows, or none."""
-        self.fault()
-        line = next(filter(_SAYS_NAN.search, evidence), "") if self.is_active else ""
-        return (
-            f"after the resume from step {self._record.checkpoint_before}: {line}" if line else ""
-        )
-
-    def _read_curve(self, step: int) -> None:
-        paths = [path for path in self._run.metrics_files() if path.is_file()]
-        own = self._run.metrics(self._record.attempt)
-        curve: dict[int, float] = {}
-        for path in reversed([path for path in paths if path != own]):
-            rows = [row for row in last_rows(path, 4 * _MOST) if row["step"] <= step]
-            # A later attempt's row counts where several have made a step.
-            curve = dict(zip((r["step"] for r in rows), _losses(rows), strict=False)) | curve
+    def __init__(self, run: RunDir, record: AttemptRecord) -> None:
+        self.fault = ""  # what is wrong with the losses
+        self._path, self._step = run.metrics(record.attempt), record.checkpoint_before or 0
+        paths, curve = run.metrics_files(), dict[int, float]()
+        for path in reversed(paths):
+            with suppress(RunError, OSError):
+                rows = (row for row in last_rows(path, 4 * _MOST) if row["step"] <= self._step)
+                # A later attempt's row counts if several have made a step.
+                curve = _losses(rows) | curve
             if len(curve) >= _MOST:
                 break
-        self._before = [curve[number] for number in sorted(curve)][-_MOST:]
-        start = [*_losses(row for _, row in islice(read_rows(paths[0]), _ROWS))]
-        self._first = statistics.median(start) if start else None
+        with suppress(RunError, OSError):
+            curve |= _losses(row for path in paths[:1] for _, row in islice(read_rows(path), _ROWS))
+        losses = [curve[step] for step in sorted(curve) if math.isfinite(curve[step])]
+        self._before = losses[:_ROWS] + losses[_ROWS:][-_MOST:]
+        self._is_over = False
+
+    def look(self, evidence: Sequence[str] = ()) -> str:
+        """Return what is wrong with the first losses, or what a failed trainer says of them."""
+        if self._is_over:
+            return self.fault
+        rows = list[Row]()
+        with suppress(RunError, OSError):
+            rows += (row for _, row in islice(read_rows(self._path), _NAN_ROWS))
+        if rows and rows[0]["step"] <= self._step:  # it did not resume
+            return ""
+        self._is_over = len(rows) == _NAN_ROWS
+        fault = loss_fault(self._before, [*_losses(rows).values()])
+        if not fault and not self._is_over:
+            fault = next(filter(_SAYS_NAN.search, evidence), "")
+        self.fault = fault and f"after the resume from step {self._step}: {fault}"
+        return self.fault
 
 
-def _losses(rows: Iterable[Row]) -> Iterator[float]:
-    """Yield the losses of rows; NaN stands for null."""
-    for row in rows:
-        if "loss" in row and (loss := json_number(row["loss"])) is not None:
-            yield loss
+def _losses(rows: Iterable[Row]) -> dict[int, float]:
+    """Return step → loss of the rows that have one; NaN stands for null."""
+    losses = {row["step"]: json_number(row["loss"]) for row in rows if "loss" in row}
+    return {step: loss for step, loss in losses.items() if loss is not None}
 
 
 def resume_check_of(run: RunDir, config: RunConfig, record: AttemptRecord) -> ResumeCheck | None:
-    """Return the check of an attempt's losses; None if its stage does not train."""
-    if record.stage != "train":
+    """Return the check of an attempt's losses; None if the run cannot go back, or has gone back."""
+    if record.stage != "train" or not record.checkpoint_before:
         return None
     steps = usable_steps(run) if config.recipe.command is None else saved_steps(run, config)
-    older = any(step < (record.checkpoint_before or 0) for step in steps)
-    return ResumeCheck(run, record, first_attempt(run), older)
+    begin = first_attempt(run)
+    if any(entry.attempt >= begin for entry in SkipsRecord.of(run).rejected):
+        return None
+    has_older = any(step < record.checkpoint_before for step in steps)
+    return ResumeCheck(run, record) if has_older else None
 
 
-def judge_resume(
-    run: RunDir, record: AttemptRecord, ending: Ending, check: ResumeCheck, fault: str
-) -> Ending:
+def judge_resume(run: RunDir, record: AttemptRecord, ending: Ending, check: ResumeCheck) -> Ending:
     """Reject the checkpoint that an attempt resumed from if its loss was wrong."""
-    if ending.ending in ("done", "cancelled", "superseded", "hang"):
+    if not check.fault and ending.ending in ("code_error", "divergence"):
+        check.look(ending.evidence)
+    if not check.fault or ending.ending in ("done", "cancelled", "superseded", "hang"):
         return ending
-    if not fault and ending.ending in ("code_error", "divergence"):
-        fault = check.fault() or check.crash_fault(ending.evidence)
-    if not fault or record.checkpoint_before is None:
-        return ending
-    skips = SkipsRecord.find(run.skips) or SkipsRecord()
+    skips = SkipsRecord.of(run)
     rejected = RejectedCheckpoint(
-        step=record.checkpoint_before,
+        step=record.checkpoint_before or 0,
         attempt=record.attempt,
-        since=record.started_at,
         until=time.time(),
-        reason=fault,
+        reason=check.fault,
     )
     try:
         skips.model_copy(update={"rejected": (*skips.rejected, rejected)}).save(run.skips)
     except StorageError as error:
         log.warning("%s", error)
         return ending
-    return Ending("divergence", (f"{fault}; the run goes back one checkpoint, once",))
+    return Ending("divergence", (f"{check.fault}; the run goes back one checkpoint, once",))

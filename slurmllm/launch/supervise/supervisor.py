@@ -171,13 +171,13 @@ class Supervisor:
             if ending is None:
                 record = record.model_copy(update={"phases_s": dict(phases)})
                 record.save(record.files(self.run).record)
+                check = resume_check_of(self.run, self.config, record)
                 launchers = self.allocation.launch(self.run.path, self.stage, record.attempt)
                 self.side_processes.start(self.stage)
         except SlurmllmError as error:
             ending = ending_of_error(error, record.nodes[0])
             return self._close(record, ending, phases, observed), error
         if ending is None:
-            check = resume_check_of(self.run, self.config, record)
             observed = AttemptMonitor(
                 self.run, record, self.config, launchers, self.stop, self.notifier, check
             ).wait()
@@ -194,7 +194,7 @@ class Supervisor:
                 )
             )
             if self.stop.name is None and check is not None:
-                ending = judge_resume(self.run, record, ending, check, observed.bad_resume)
+                ending = judge_resume(self.run, record, ending, check)
         return self._close(record, ending, phases, observed), None
 
     def _restart(self, closed: AttemptRecord) -> None:

@@ -47,12 +47,12 @@ REMOVED = "removed"  # suffix of a folder that is being removed
 
 def read_rollbacks(run: RunDir) -> tuple[SkippedBatches, ...]:
     """Return the roll-backs of a run, oldest first; StorageError if their file is damaged."""
-    return SkipsRecord.load(run.skips).skips if run.skips.exists() else ()
+    return SkipsRecord.of(run).skips
 
 
 def read_invalidations(run: RunDir) -> tuple[Invalidation, ...]:
     """Return the roll-backs of a run, and the checkpoints after whose resume the loss was wrong."""
-    record = SkipsRecord.find(run.skips) or SkipsRecord()
+    record = SkipsRecord.of(run)
     return *record.skips, *record.rejected
 
 

@@ -14,12 +14,7 @@ from pathlib import Path
 
 from slurmllm.core.config.command import CommandConfig, fill
 from slurmllm.core.errors import CheckpointError
-from slurmllm.core.run.records import (
-    AttemptRecord,
-    PassedOver,
-    RejectedCheckpoint,
-    SkipsRecord,
-)
+from slurmllm.core.run.records import AttemptRecord, PassedOver, SkipsRecord
 from slurmllm.core.run.rundir import RunDir, storage_errors
 from slurmllm.core.run.safe_files import read_limited, write_whole
 from slurmllm.train.checkpoint.foreign import TrainerCheckpoint, list_trainer_checkpoints
@@ -35,59 +30,57 @@ def select_checkpoint(
 ) -> tuple[TrainerCheckpoint | None, tuple[PassedOver, ...]]:
     """Return the newest complete checkpoint that verifies, and the newer ones that do not."""
     entries = list_trainer_checkpoints(run, command)
-    rejected = (SkipsRecord.find(run.skips) or SkipsRecord()).rejected
+    rejected = SkipsRecord.of(run).rejected
     until = time.monotonic() + VERIFY_S
-    passed_over = []
-    for index, entry in reversed([*enumerate(entries)]):
+    passed_over = list[PassedOver]()
+    while entries:
+        entry = entries.pop()
         # Without a completion file the trainer takes what is half-written.
         if not entry.complete and (command.names_checkpoint or command.completion_file):
             continue
-        reason = _rejection(entry, rejected)
-        if not reason and command.verify:
-            reason = _fault(run, command, entry, entries[:index], until)
-        if reason:
-            passed = PassedOver(step=entry.step, path=str(entry.path), reason=reason)
-            passed_over.append(passed)
+        faults: Sequence[str] = [
+            f"attempt {other.attempt}: {other.reason}"
+            for other in rejected
+            if entry.step >= other.step and entry.changed_at <= other.until
+        ]
+        if not faults and command.verify:
+            faults = _faults(run, command, entry, entries, until)
+        if faults:
+            reason = "; ".join(faults)
+            passed_over.append(PassedOver(step=entry.step, path=str(entry.path), reason=reason))
         elif entry.complete:
             return entry, tuple(passed_over)
     return None, tuple(passed_over)
 
 
-def _rejection(entry: TrainerCheckpoint, rejected: Sequence[RejectedCheckpoint]) -> str:
-    for other in rejected:
-        of_attempt = entry.changed_at >= other.since or entry.step == other.step
-        if of_attempt and entry.changed_at <= other.until:
-            return f"attempt {other.attempt}: {other.reason}"
-    return ""
-
-
-def _fault(
+def _faults(
     run: RunDir,
     command: CommandConfig,
     entry: TrainerCheckpoint,
     older: Sequence[TrainerCheckpoint],
     until: float,
-) -> str:
-    verified = verify_checkpoint(entry.path, until)
-    tracker = _tracker(run, command, entry.path)
-    if not verified.faults and not verified.is_listed and tracker is not None:
-        # A trainer writes the tracker last, and only that shows that no file is missing.
-        named = _read(tracker)
-        if any(other.complete and named == _name_of(other, tracker) for other in older):
-            return f"{tracker.name} names {named}, and no list shows that its files are all there"
-    return "; ".join(verified.faults)
+) -> Sequence[str]:
+    faults, _, is_listed = verify_checkpoint(entry.path, until)
+    tracker, _ = _tracker(run, command, entry.step, entry.path)
+    if tracker is None or faults or is_listed:
+        return faults
+    # A trainer writes the tracker last, and only that shows that no file is missing.
+    named = tracker, _read(tracker)
+    if any(other.complete and _tracker(run, command, *other[:2]) == named for other in older):
+        faults = (f"{tracker.name} names {named[1]}, and no list shows that all files are there",)
+    return faults
 
 
-def _tracker(run: RunDir, command: CommandConfig, path: Path) -> Path | None:
-    """Return the tracker of a checkpoint; by its name if the recipe does not name it."""
-    if command.tracker is None:
+def _tracker(run: RunDir, command: CommandConfig, step: int, path: Path) -> tuple[Path | None, str]:
+    """Return the tracker of a checkpoint, by its name if the recipe has none, and its text."""
+    if command.tracker is not None:
+        name = fill(command.tracker, {"run": run.path, "checkpoint": path})
+        tracker: Path | None = Path(command.folder or "/", name)
+    else:
         trackers = (path.with_name(name) for name in (_WITH_STEP, "latest"))
-        return next((tracker for tracker in trackers if tracker.is_file()), None)
-    return Path(command.folder or "/", fill(command.tracker, {"run": run.path, "checkpoint": path}))
-
-
-def _name_of(entry: TrainerCheckpoint, tracker: Path) -> str:
-    return str(entry.step) if tracker.name == _WITH_STEP else entry.path.name
+        tracker = next(filter(Path.is_file, trackers), None)
+    with_step = tracker is not None and tracker.name == _WITH_STEP
+    return tracker, str(step) if with_step else path.name
 
 
 def _read(tracker: Path) -> str:
@@ -105,24 +98,22 @@ def use_checkpoint(run: RunDir, command: CommandConfig, record: AttemptRecord) -
     """
     if record.checkpoint_path is None:
         if record.passed_over:
-            lines = "".join(f"\n  {entry.path}: {entry.reason}" for entry in record.passed_over)
+            lines = "".join(f"\n  {entry}" for entry in record.passed_over)
             raise CheckpointError(
                 f"none of the checkpoints verifies:{lines}\nrestore one of them, or move them away "
                 "to start again from step 0; command.verify=false takes them as they are"
             )
         return record
     path = Path(record.checkpoint_path)
-    chosen = TrainerCheckpoint(record.checkpoint_before or 0, path, True, 0.0)
-    tracker = _tracker(run, command, path)
+    tracker, text = _tracker(run, command, record.checkpoint_before or 0, path)
     is_link = "{checkpoint}" in (command.tracker or "")
     if tracker is not None and not is_link:
-        name = _name_of(chosen, tracker)
-        if _read(tracker) != name:
-            with storage_errors(f"cannot write {tracker}, which must name {name}"):
-                write_whole(tracker, name.encode())
+        if _read(tracker) != text:
+            with storage_errors(f"cannot write {tracker}, which must name {text}"):
+                write_whole(tracker, text.encode())
     elif not command.names_checkpoint:
-        passed_over = [_set_aside(run, record.attempt, entry) for entry in record.passed_over]
-        record = record.model_copy(update={"passed_over": tuple(passed_over)})
+        passed_over = tuple(_set_aside(run, record.attempt, entry) for entry in record.passed_over)
+        record = record.model_copy(update={"passed_over": passed_over})
         if tracker is not None and passed_over and not tracker.exists():
             with storage_errors(f"cannot make the link {tracker}"):
                 tracker.symlink_to(path.name)

@@ -10,13 +10,19 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from made_records import make_attempt, make_run, save_attempt, save_submission
+from made_records import make_attempt, make_run, save_attempt, save_manifest, save_submission
 
+from slurmllm.core.config.load import load
 from slurmllm.core.run.records import RejectedCheckpoint, SkipsRecord
 from slurmllm.core.run.rundir import RunDir
 from slurmllm.launch.supervise.attempts import close_attempt
 from slurmllm.launch.supervise.classify import Ending
-from slurmllm.launch.supervise.resume_check import ResumeCheck, judge_resume, loss_fault
+from slurmllm.launch.supervise.resume_check import (
+    ResumeCheck,
+    judge_resume,
+    loss_fault,
+    resume_check_of,
+)
 from slurmllm.train.checkpoint.catalogue import invalidation_reason, read_invalidations
 
 
@@ -41,8 +47,8 @@ def test_noise_and_spikes_are_no_fault() -> None:
         losses = curve(rng, 900).tolist()
         for end in rng.integers(70, 880, 25):
             resumes += 1
-            before, after = losses[max(end - 500, 0) : end], losses[end : end + 10]
-            alarms += bool(loss_fault(before, after, float(np.median(losses[:5]))))
+            before = [*losses[:5], *losses[max(end - 500, 5) : end]]
+            alarms += bool(loss_fault(before, losses[end : end + 10]))
     print(f"{alarms} false alarms in {resumes} resumes")
     assert alarms / resumes <= 0.002
 
@@ -54,7 +60,7 @@ def test_a_loss_on_its_way_back_to_the_start_is_a_fault(share: float) -> None:
         losses = curve(rng, 900).tolist()
         first, level = float(np.median(losses[:5])), float(np.median(losses[-40:]))
         after = [loss + share * (first - level) for loss in losses[-10:]]
-        missed += not loss_fault(losses[:-10], after, first)
+        missed += not loss_fault(losses[:-10], after)
     print(f"{missed} of 40 missed at {share}")
     assert missed <= (40 if share < 1 else 12)
 
@@ -96,8 +102,11 @@ def test_a_run_goes_back_once_and_says_so(tmp_path: Path) -> None:
     record.save(run.attempt("train", 1).record)
     write_rows(run, 1, 91, [2.0, NAN, NAN])
     killed = Ending("node_failure", ("rank 0 was ended by SIGKILL",), ("n1",))
-    check = ResumeCheck(run, record, 0, older=True)
-    ending = judge_resume(run, record, killed, check, check.fault())
+    save_manifest(run, 80)
+    check = resume_check_of(run, load(run.config), record)
+    assert check is not None
+    assert check.look()
+    ending = judge_resume(run, record, killed, check)
     assert ending.blamed_nodes == ()
     closed = close_attempt(run, record, ending)
     assert (closed.ending, closed.action) == ("divergence", "requeue")
@@ -106,9 +115,29 @@ def test_a_run_goes_back_once_and_says_so(tmp_path: Path) -> None:
     assert invalidation_reason(80, 0, read_invalidations(run)) is None
     assert invalidation_reason(90, 2, read_invalidations(run)) is None  # saved again
     # The next one has the same loss: it is the training's, and judged no more.
-    again = ResumeCheck(run, make_attempt(2, checkpoint_before=80), 0, older=True)
-    assert not again.is_active
-    assert not ResumeCheck(run, record, 2, older=False).is_active
+    save_manifest(run, 70)
+    assert resume_check_of(run, load(run.config), make_attempt(2, checkpoint_before=80)) is None
+
+
+def test_a_run_without_an_older_checkpoint_goes_nowhere(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    save_submission(run)
+    record = make_attempt(1, checkpoint_before=90)
+    assert resume_check_of(run, load(run.config), record) is None
+    save_manifest(run, 80)
+    assert resume_check_of(run, load(run.config), record) is not None
+
+
+def test_rows_without_a_loss_leave_the_others_at_their_steps(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    run.metrics(0).parent.mkdir(exist_ok=True)
+    rows = [
+        {"step": n, "val_loss": 9.0} if n % 2 else {"step": n, "loss": float(n)} for n in range(200)
+    ]
+    run.metrics(0).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(run, 1, 101, [2.0] * 10)
+    check = ResumeCheck(run, make_attempt(1, checkpoint_before=100))
+    assert check._before == [float(n) for n in range(0, 101, 2)]
 
 
 def test_a_trainer_that_stops_by_itself_for_its_loss(tmp_path: Path) -> None:
@@ -116,9 +145,9 @@ def test_a_trainer_that_stops_by_itself_for_its_loss(tmp_path: Path) -> None:
     write_rows(run, 0, 1, FLAT)
     record = make_attempt(1, checkpoint_before=90)
     crash = Ending("code_error", ("rank 0: RuntimeError: Unexpected result nan at iteration #93",))
-    check = ResumeCheck(run, record, 0, older=True)
-    assert judge_resume(run, record, crash, check, "").ending == "divergence"
+    check = ResumeCheck(run, record)
+    assert judge_resume(run, record, crash, check).ending == "divergence"
     rejected = SkipsRecord.load(run.skips).rejected
     assert [type(entry) for entry in rejected] == [RejectedCheckpoint]
     write_rows(run, 1, 1, [9.0] * 10)  # it did not resume: no fault of the checkpoint
-    assert judge_resume(run, record, crash, ResumeCheck(run, record, 2, older=True), "") == crash
+    assert judge_resume(run, record, crash, ResumeCheck(run, record)) == crash
