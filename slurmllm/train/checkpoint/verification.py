@@ -66,7 +66,7 @@ def verify_checkpoint(path: Path, until: float, full: bool = False) -> Verificat
     folder, files = (path, _files(path)) if path.is_dir() else (path.parent, [path.name])
     faults, unverified = [*_missing_ranks(files)], list[str]()
 
-    def run(name: str, check: Callable[[Path], Any]) -> Any:
+    def run(name: str, check: Callable[..., Any]) -> Any:
         try:
             return check(folder / name)
         except _UnverifiedError as error:
@@ -80,13 +80,13 @@ def verify_checkpoint(path: Path, until: float, full: bool = False) -> Verificat
         except (ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
             faults.append(f"{name}: it is damaged ({error})")
 
-    checks: dict[str, Callable[[Path], Any]] = {}
+    checks: dict[str, Callable[..., Any]] = {}
     for name in files:
         # Of a path without files around it the user says that it is a checkpoint.
         default = None if folder == path else _torch
         matches = (check for pattern, check in _CHECKS if pattern.fullmatch(Path(name).name))
         if (check := next(matches, default)) is not None:
-            checks[name] = partial(_torch, full=full) if check is _torch else check
+            checks[name] = partial(check, full=full) if check is _torch else check
     for name in (name for name in files if Path(name).name == ".metadata"):
         for shard, entries in (run(name, partial(_read_metadata, until=until)) or {}).items():
             check = partial(_torch, full=full, until=until, entries=entries)
@@ -113,7 +113,9 @@ def _missing_ranks(files: Iterable[str]) -> Iterator[str]:
     for (begin, end), numbers in ranks.items():
         if len(numbers) > 1:
             missing = (rank for rank in range(max(numbers)) if rank not in numbers)
-            yield from (f"{begin}{rank}{end} is missing" for rank in islice(missing, _MOST_FAULTS))
+            yield from (
+                f"{begin}{rank}{end} is missing" for rank in islice(missing, _MOST_FAULTS + 1)
+            )
 
 
 def _read_metadata(path: Path, until: float) -> dict[str, list[list[int]]]:

@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
+from slurmllm.train.checkpoint import verification
 from slurmllm.train.checkpoint.verification import verify_checkpoint
 
 TENSORS = {f"layers.{n}.weight": torch.full((8, 40 * n + 8), float(n)) for n in range(6)}
@@ -206,3 +207,21 @@ def test_a_checkpoint_that_its_trainer_cannot_load_is_found(name: str, tmp_path:
     assert not missed, "\n".join(missed)
     assert not refused
     assert found >= 20
+
+
+@pytest.mark.parametrize("backwards", [False, True])
+def test_the_order_of_a_folder_does_not_matter(
+    backwards: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_dcp(tmp_path)
+    shard = next(tmp_path.glob("*.distcp"))
+    shard.write_bytes(shard.read_bytes()[:-200])
+    names = sorted((path.name for path in tmp_path.iterdir()), reverse=backwards)
+    monkeypatch.setattr(verification, "_files", lambda _: names)
+    assert verify_checkpoint(tmp_path, time.monotonic() + 60).faults[0].startswith(shard.name)
+
+
+def test_numbers_far_apart_are_no_endless_list(tmp_path: Path) -> None:
+    for name in ("rank_0.log", "rank_20261129.log"):
+        (tmp_path / name).touch()
+    assert verify_checkpoint(tmp_path, time.monotonic() + 60).faults[4:] == ("and more",)
