@@ -100,7 +100,7 @@ def evaluate_checkpoint(run: Path, step: int | None) -> None:
     directory = RunDir(run)
     config = load(directory.config, trusted=True)
     if step is not None:
-        beside.evaluate_in_job(directory, config, step)
+        beside.evaluate_checkpoint(directory, config, step)
         return
     client = None if JobsRecord.last_of(directory).local else SlurmClient()
     beside.Evaluator(directory, config, client).watch(stop_event())

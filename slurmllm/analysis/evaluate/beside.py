@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import logging
 import math
-import os
 import subprocess
 import sys
 import threading
@@ -17,7 +16,6 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
 
 from slurmllm.analysis.evaluate.request import task_key
 from slurmllm.analysis.evaluate.suites import LocatedSuite, save_suite, suite_of_tasks, suites_dir
@@ -28,7 +26,7 @@ from slurmllm.core.run.artifact_records import CheckpointEvaluation, EvaluationR
 from slurmllm.core.run.records import JobsRecord
 from slurmllm.core.run.rundir import RunDir
 from slurmllm.core.run.worker_files import diagnostic
-from slurmllm.core.slurm.client import SlurmClient, wait_for
+from slurmllm.core.slurm.client import SlurmClient
 from slurmllm.core.slurm.setup import new_job_environment
 from slurmllm.launch.submit.render import render_evaluation
 from slurmllm.train.checkpoint.catalogue import invalidated_checkpoints, list_checkpoints
@@ -66,45 +64,48 @@ class Evaluator:
         evaluate = self.config.recipe.evaluate
         assert evaluate is not None
         records = {record.step: record for record in read_evaluations(self.run)}
+        jobs = [record.job for record in records.values() if record.state == "submitted"]
+        queue = self.client.queue(jobs) if self.client else {}
         cancelled = JobsRecord.last_of(self.run).cancelled_at is not None
         for step, (path, saved_at) in self._complete().items():
-            if step not in records or records[step].saved_at != saved_at:
+            record = records.get(step)
+            if record is None or record.saved_at != saved_at:
                 number = 1 + sum(other < step for other in records)
                 due = number % evaluate.every == 0 or step == self.config.recipe.steps
-                state: Literal["due", "skipped"] = "due" if due else "skipped"
-                record = CheckpointEvaluation(
-                    step=step, path=str(path), saved_at=saved_at, state=state
+                record = CheckpointEvaluation.model_validate(
+                    {"step": step, "path": str(path), "saved_at": saved_at}
+                    | {"state": "due" if due else "skipped"}
                 )
                 records[step] = save_evaluation(self.run, record)
-            if records[step].state == "due" and not cancelled:
-                self._start(records[step])
-        if self.client is not None:
-            submitted = [record for record in records.values() if record.state == "submitted"]
-            queue = self.client.queue([record.job for record in submitted])
-            for record in submitted:
-                if record.job not in queue or not queue[record.job].active:
-                    self._check_result(record)
+            if record.state == "due" and not cancelled:
+                self._start(record)
+            elif record.state == "submitted" and not (
+                record.job in queue and queue[record.job].active
+            ):
+                self._check_result(record)
 
     def _start(self, record: CheckpointEvaluation) -> None:
         if self.client is None:
-            evaluate_checkpoint(self.run, self.config, record)
+            evaluate_checkpoint(self.run, self.config, record.step)
             return
         try:
             job = self.client.submit(render_evaluation(self.config, self.run, record.step))
-        except SlurmllmError as error:  # tried twice
-            state = "failed" if record.error else "due"
-            save_evaluation(self.run, record, state=state, error=str(error))
+        except SlurmllmError as error:
+            self._fail(record, str(error))
         else:
-            save_evaluation(self.run, record, state="submitted", error="", job=job)
+            save_evaluation(self.run, record, state="submitted", job=job)
 
     def _check_result(self, record: CheckpointEvaluation) -> None:
-        """Call an evaluation failed if its job has ended without a result."""
         ended_at = self._ended_at.setdefault(record.job, time.time())
         # Read again: it may have been written since.
         settled = CheckpointEvaluation.load(self.run.evaluating(record.step)).settled
         if time.time() - ended_at >= CACHED_S and not settled:
-            error = f"job {record.job} ended without a result"
-            save_evaluation(self.run, record, state="failed", error=error)
+            self._fail(record, f"job {record.job} ended without a result")
+
+    def _fail(self, record: CheckpointEvaluation, error: str) -> None:
+        """Have a checkpoint evaluated again, if it is the first failure of Slurm."""
+        state = "failed" if record.error else "due"
+        save_evaluation(self.run, record, state=state, error=error)
 
     def _complete(self) -> dict[int, tuple[Path, float]]:
         """Return step → path of each complete checkpoint, and the Unix time of its save, s."""
@@ -120,26 +121,18 @@ class Evaluator:
         }
 
 
-def evaluate_in_job(run: RunDir, config: RunConfig, step: int) -> None:
-    """Evaluate a checkpoint in a Slurm job, once the checkpoint's record names the job."""
-    job, path = os.environ["SLURM_JOB_ID"], run.evaluating(step)
-    if wait_for(lambda: CheckpointEvaluation.load(path).job == job, CACHED_S, 1.0):
-        evaluate_checkpoint(run, config, CheckpointEvaluation.load(path))
-    else:
-        log.warning("step %d is evaluated by another job than %s", step, job)
-
-
-def evaluate_checkpoint(run: RunDir, config: RunConfig, record: CheckpointEvaluation) -> None:
+def evaluate_checkpoint(run: RunDir, config: RunConfig, step: int) -> None:
     """Evaluate a checkpoint as the recipe says, and record the outcome."""
     for _ in range(_TRIES):
         try:
-            _evaluate(run, config, record)
-        except Exception as error:  # whatever it is: `status` says it
-            changes = {"state": "failed", "error": str(error) or repr(error)}
-        else:
-            changes = {"state": "done", "error": ""}
+            _evaluate(run, config, CheckpointEvaluation.load(run.evaluating(step)))
+            state, error = "done", ""
             break
-    save_evaluation(run, record, **changes)
+        except Exception as fault:  # whatever it is: `status` says it
+            state, error = "failed", str(fault) or repr(fault)
+    # Read again: a job may start before it is recorded.
+    record = CheckpointEvaluation.load(run.evaluating(step))
+    save_evaluation(run, record, state=state, error=error)
 
 
 def _evaluate(run: RunDir, config: RunConfig, record: CheckpointEvaluation) -> None:

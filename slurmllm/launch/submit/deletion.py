@@ -26,7 +26,7 @@ from slurmllm.launch.submit.resume import require_ended
 from slurmllm.launch.supervise.run_lock import locked
 from slurmllm.launch.supervise.run_state import is_active, process_elsewhere
 from slurmllm.train.checkpoint.foreign import command_of, list_trainer_checkpoints
-from slurmllm.train.checkpoint.holds import read_evaluations, save_evaluation
+from slurmllm.train.checkpoint.holds import read_evaluations
 
 log = logging.getLogger(__name__)
 
@@ -87,6 +87,10 @@ def _cancel(
             continue
         if process := process_elsewhere(run, client):
             raise RunError(f"{run.name}: {process} may run it; `slurmllm cancel {run.name}` there")
+        for record in read_evaluations(run):
+            # Others may have written it, and name any job.
+            if record.job and not untrusted_error(run.evaluating(record.step).stat()):
+                jobs[record.job] = run
         if not last.local or last.pid is None:
             jobs |= dict.fromkeys(last.own_jobs, run)
         elif is_active(run, client):
@@ -94,14 +98,6 @@ def _cancel(
             action = _cancel_process(run, last, last.pid)
             cancelled.append(CancelledJob(run.name, None, last.pid, action))
             on_asked(cancelled[-1])
-    evaluations = {
-        record.job: (run, record)
-        for run in runs
-        for record in read_evaluations(run)
-        if record.state == "submitted"
-        and not untrusted_error(run.evaluating(record.step).stat())  # it may name any job
-    }
-    jobs |= {job: run for job, (run, _) in evaluations.items()}
     queue = client.queue(list(jobs))
     active = [job for job in reversed(jobs) if job in queue and queue[job].active]
     active.sort(key=lambda job: queue[job].state != "PENDING")
@@ -109,11 +105,8 @@ def _cancel(
         _require_own_record(jobs[job])
     if active:
         client.cancel(active)
-    for run in dict.fromkeys(jobs[job] for job in active if job not in evaluations):
+    for run in dict.fromkeys(jobs[job] for job in active):
         _record_cancellation(run)
-    for run, record in (evaluations[job] for job in active if job in evaluations):
-        with suppress(StorageError):  # the next attempt submits it again
-            save_evaluation(run, record, state="due", job="")
     cancelled += [CancelledJob(jobs[job].name, job, None, "cancelled") for job in active]
     return CancelledRun(target.name, tuple(cancelled))
 

@@ -104,11 +104,13 @@ def render(stage: Stage, config: RunConfig, run: RunDir, nodes: int, python: str
     return "\n".join(lines) + "\n\n" + body
 
 
-def node_count(stage: Stage, config: RunConfig, nodes: int) -> str:
+def node_count(stage: Job, config: RunConfig, nodes: int) -> str:
     """Return the number of nodes, or their range, that a stage requests."""
     slurm = config.recipe.slurm
     if stage == "precompile":
         return str(precompile_nodes(config, nodes))
+    if stage == "evaluate":
+        return "1"
     count = str(nodes + slurm.spare_nodes)
     if slurm.min_nodes is not None and slurm.min_nodes < nodes:
         return f"{slurm.min_nodes + slurm.spare_nodes}-{count}"
@@ -136,25 +138,26 @@ def directives(stage: Job, config: RunConfig, run: RunDir, nodes: int) -> list[s
     """Return the lines of a script that hold options of sbatch; ConfigError as `render`."""
     slurm = config.recipe.slurm
     cluster = config.cluster
-    count = "1" if stage == "evaluate" else node_count(stage, config, nodes)
-    evaluates, log = config.recipe.evaluate, str(run.logs / stage).replace("%", "%%")
+    evaluate = config.recipe.evaluate if stage == "evaluate" else None
+    count = node_count(stage, config, nodes)
     times = {"train": slurm.time, "precompile": slurm.precompile_time}
+    # Slurm expands %-patterns in file names; ours holds none, but for the job's id.
+    log = str(run.logs / stage).replace("%", "%%")
     options: dict[str, str | None] = {
         "job-name": f"{run.name}-{stage}",
         "nodes": count,
         # One launcher a node, which starts the workers. With a range of nodes, Slurm would give as
         # few as the tasks need.
         "ntasks-per-node": None if "-" in count else "1",
-        "time": evaluates.time if evaluates and stage == "evaluate" else times[stage],
+        "time": evaluate.time if evaluate else times[stage],
         "partition": slurm.partition or cluster.partition,
         "account": slurm.account,
         "qos": slurm.qos,
         "reservation": slurm.reservation,
         "exclude": slurm.exclude,
         # The train job's is given to sbatch, unless it is the first.
-        "dependency": slurm.dependency if stage != "evaluate" else None,
-        # Slurm expands %-patterns in file names; ours holds none.
-        "output": f"{log}-%j.log" if stage == "evaluate" else f"{log}.log",
+        "dependency": None if evaluate else slurm.dependency,
+        "output": f"{log}-%j.log" if evaluate else f"{log}.log",
         # The default may truncate the log of the attempt before a requeue.
         "open-mode": "append",
         "chdir": str(run.path),  # the folder of submit may be gone when the job starts
@@ -168,7 +171,7 @@ def directives(stage: Job, config: RunConfig, run: RunDir, nodes: int) -> list[s
         for name, value in options.items()
         if value is not None and name not in users
     ]
-    if cluster.exclusive and "exclusive" not in users and stage != "evaluate":
+    if cluster.exclusive and "exclusive" not in users and not evaluate:
         lines.append("--exclusive")
     # Slurm itself requeues too, when a node of the job dies.
     lines.append("--requeue" if slurm.restart in ("auto", "requeue") else "--no-requeue")

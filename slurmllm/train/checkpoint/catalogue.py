@@ -16,7 +16,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from slurmllm.core.config.operation import CheckpointConfig, EvaluateConfig
 from slurmllm.core.errors import CheckpointError, RunError, StorageError
 from slurmllm.core.format import format_time
 from slurmllm.core.metrics.row_reader import read_events

@@ -13,7 +13,7 @@ from fake_slurm import FakeSlurm
 from made_records import make_run, save_manifest, save_submission
 
 from slurmllm.analysis.evaluate import beside
-from slurmllm.analysis.evaluate.beside import Evaluator, evaluate_checkpoint, evaluate_in_job
+from slurmllm.analysis.evaluate.beside import Evaluator, evaluate_checkpoint
 from slurmllm.analysis.evaluate.scores import read_scores
 from slurmllm.core.config.load import load
 from slurmllm.core.config.operation import CheckpointConfig
@@ -106,33 +106,24 @@ def test_what_sbatch_refuses_is_tried_once_more(
     assert lost[0]["error"] == "job 1 ended without a result"
 
 
-def test_cancel_cancels_evaluations_and_a_resume_submits_them(tmp_path: Path) -> None:
+def test_cancel_cancels_evaluations_and_a_resume_submits_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run, config = make(tmp_path)
     slurm = FakeSlurm()
     Evaluator(run, config, slurm).look()
     slurm.start("1")
     slurm.finish("1", "COMPLETED")
+    evaluate_checkpoint(run, config, 10)
     assert {job.job for job in cancel_jobs(run, slurm).jobs} == {"2", "3", "4"}
-    assert states(run) == ["submitted", "due", "due", "due"]
-    JobsRecord.change_last(run, cancelled_at=time.time())
-    Evaluator(run, config, slurm).look()
-    assert states(run)[1:] == ["due"] * 3, "the cancelled run submits nothing"
+    monkeypatch.setattr(beside, "CACHED_S", 0.0)
+    for _ in range(3):
+        Evaluator(run, config, slurm).look()
+    assert states(run) == ["done", "due", "due", "due"], "a cancelled run submits nothing"
     JobsRecord.change_last(run, cancelled_at=None)
     Evaluator(run, config, slurm).look()
-    assert states(run) == ["submitted"] * 4
-    assert len(slurm.jobs) == 7
-
-
-def test_only_the_recorded_job_evaluates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run, config = make(tmp_path)
-    Evaluator(run, config, FakeSlurm()).look()
-    monkeypatch.setattr(beside, "CACHED_S", 0.1)
-    monkeypatch.setenv("SLURM_JOB_ID", "9")
-    evaluate_in_job(run, config, 10)
-    assert states(run) == ["submitted"] * 4
-    monkeypatch.setenv("SLURM_JOB_ID", "1")
-    evaluate_in_job(run, config, 10)
     assert states(run) == ["done", *["submitted"] * 3]
+    assert len(slurm.jobs) == 7
 
 
 def test_a_refusal_for_good(tmp_path: Path) -> None:
@@ -159,7 +150,7 @@ def test_a_command_s_scores_are_in_the_report(
     assert failed["error"].startswith("exit code 1")
     assert "evaluation     step 40 failed: exit code 1" in run_verb("status", run.path).output
     (run.path / "out" / "10.txt").unlink()
-    evaluate_checkpoint(run, config, CheckpointEvaluation.load(run.evaluating(10)))
+    evaluate_checkpoint(run, config, 10)
     assert "has been removed; see evaluate.hold_hours" in run.evaluating(10).read_text()
     scored, warnings = read_scores(run)
     assert ({record.step for _, record in scored}, warnings) == ({10, 20, 30}, [])
@@ -172,7 +163,7 @@ def test_a_checkpoint_stays_until_it_is_read_or_its_hold_ends(tmp_path: Path) ->
     assert recipe.evaluate is not None
     Evaluator(run, config, FakeSlurm()).look()
     assert remove_old(run, recipe.command, 1, recipe.evaluate) == []
-    evaluate_checkpoint(run, config, CheckpointEvaluation.load(run.evaluating(10)))
+    evaluate_checkpoint(run, config, 10)
     assert [path.name for path in remove_old(run, recipe.command, 1, recipe.evaluate)] == ["10.txt"]
     ended = recipe.evaluate.model_copy(update={"hold_hours": 0.001})
     assert [path.name for path in remove_old(run, recipe.command, 1, ended)] == ["20.txt"]
