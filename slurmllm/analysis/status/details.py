@@ -37,7 +37,6 @@ from slurmllm.core.run.records import (
     SkippedBatches,
     SkipsRecord,
     SlowRank,
-    SlowRanksRecord,
     WorkerPhase,
     WorkerRecord,
 )
@@ -60,6 +59,7 @@ from slurmllm.launch.supervise.classify import (
     workers_without_failure_record,
 )
 from slurmllm.launch.supervise.exclusion import excluded
+from slurmllm.launch.supervise.slow_ranks import read_slow_ranks
 from slurmllm.launch.supervise.stacks import outliers, read_locations
 from slurmllm.launch.supervise.watchdog import (
     behind,
@@ -215,13 +215,6 @@ def excluded_nodes(
         trained = [node for node in recorded if node.node in last.nodes]
         used = [n for n in trained if last.started_at > n.since or last.ended_at is None]
     return tuple(node for node in recorded if node not in used), tuple(used)
-
-
-def read_slow_ranks(run: RunDir, record: AttemptRecord) -> tuple[SlowRank, ...] | None:
-    with suppress(StorageError):
-        if slow := SlowRanksRecord.find(record.files(run).slow_ranks):
-            return slow.ranks
-    return None
 
 
 def _trainer_details(

@@ -17,7 +17,7 @@ from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from slurmllm import __version__
-from slurmllm.analysis.status.details import excluded_nodes, read_slow_ranks
+from slurmllm.analysis.status.details import excluded_nodes
 from slurmllm.analysis.status.history import read_history
 from slurmllm.analysis.status.recoveries import EndingLoss, find_recoveries, sum_by_ending
 from slurmllm.analysis.status.runs import STATES, RunState
@@ -27,6 +27,7 @@ from slurmllm.core.metrics.step_time import finite_number
 from slurmllm.core.run.records import EndingClass
 from slurmllm.core.run.rundir import RunDir
 from slurmllm.core.run.safe_files import login_name
+from slurmllm.launch.supervise.slow_ranks import read_slow_ranks
 from slurmllm.plan.step import flops_utilization
 
 _HELP = {

@@ -78,7 +78,7 @@ class AttemptMonitor:
         config: RunConfig,
         launchers: Processes,
         stop: StopSignals,
-        notifier: Notifier | None = None,
+        notifier: Notifier,
         resume_check: ResumeCheck | None = None,
     ) -> None:
         self._run, self._record, self._launchers, self._stop = run, record, launchers, stop
@@ -237,8 +237,7 @@ class AttemptMonitor:
             if slow := self._slow_ranks.update(self._watchdog.phases):
                 line = format_names([rank.text(time.time()) for rank in slow])
                 log.warning("train attempt %d: %s", self._record.attempt, line)
-                if self._notifier is not None:
-                    self._notifier.slow(self._record, line)
+                self._notifier.send("slow_rank", self._record, line)
             return
         self._note_symptom(hang.waited_s)
         try:

@@ -9,7 +9,6 @@ import logging
 import re
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from functools import partial
 
 from slurmllm.core.config.load import load
@@ -24,7 +23,6 @@ from slurmllm.core.run.records import (
     NodeEvidence,
     NodeHealth,
     SiteNodeRecord,
-    SlowRanksRecord,
 )
 from slurmllm.core.run.rundir import STAGES, RunDir, root_of
 from slurmllm.core.slurm.client import SlurmClient, retry_unreachable
@@ -45,6 +43,7 @@ from slurmllm.launch.supervise.site_nodes import (
     read_records,
     site_exclusions,
 )
+from slurmllm.launch.supervise.slow_ranks import read_slow_ranks
 
 POLL_S = 2.0
 SLURM_NOTICE_S = 330.0  # Slurm's default SlurmdTimeout (300 s) and a margin
@@ -96,11 +95,9 @@ def failing(
 
 def slow_nodes(run: RunDir, record: AttemptRecord) -> dict[str, NodeFault]:
     """Return the nodes to leave out because a rank there was slow for long until now."""
-    slow = SlowRanksRecord()
-    with suppress(StorageError):
-        slow = SlowRanksRecord.find(record.files(run).slow_ranks) or slow
     now = time.time()
-    long = [rank for rank in slow.ranks if record.job_id and now - rank.since > SLOW_S]
+    slow = read_slow_ranks(run, record) or () if record.job_id else ()
+    long = [rank for rank in slow if now - rank.since > SLOW_S]
     return {rank.node: NodeFault("slow", rank.text(now)) for rank in long}
 
 

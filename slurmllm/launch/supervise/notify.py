@@ -46,20 +46,17 @@ class Notifier:
 
     def started(self, record: AttemptRecord) -> None:
         if record.stage == "train":
-            self._send("start", record, f"started on {len(record.nodes)} node(s)")
+            self.send("start", record, f"started on {len(record.nodes)} node(s)")
 
     def closed(self, record: AttemptRecord) -> None:
         event = event_of(record)
         if event is not None:
             step = "" if record.last_step is None else f", after step {record.last_step}"
-            self._send(
+            self.send(
                 event,
                 record,
                 f"{record.ending} → {record.action}{step}: {'; '.join(record.evidence)}",
             )
-
-    def slow(self, record: AttemptRecord, line: str) -> None:
-        self._send("slow_rank", record, line)
 
     def wait(self) -> None:
         """Wait for what is under way; not at all after a notification that took too long."""
@@ -70,7 +67,7 @@ class Notifier:
         if any(thread.is_alive() for thread in self._sending):
             log.warning("notification: not delivered before the end of the supervisor")
 
-    def _send(self, event: NotifyEvent, record: AttemptRecord, ending: str) -> None:
+    def send(self, event: NotifyEvent, record: AttemptRecord, ending: str) -> None:
         notify = self.config.recipe.slurm.notify
         run = self.run
         if not notify.command or event not in notify.on:

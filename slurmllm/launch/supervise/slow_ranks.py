@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from itertools import groupby
 from statistics import median, median_low
 
 from slurmllm.core.config.operation import COMPARED_WINDOWS
@@ -32,31 +31,30 @@ class SlowRanks:
 
     def __init__(self, run: RunDir, record: AttemptRecord, window_s: float) -> None:
         self._run, self._record, self._window_s = run, record, window_s
-        self._compared = 0  # the newest window then
         self._windows: dict[int, dict[int, float]] = {}  # number → rank → seconds
         self.slow: dict[int, SlowRank] = {}
 
     def update(self, phases: Mapping[int, WorkerPhase]) -> list[SlowRank]:
         """Take new heartbeats; returns the ranks that are slow from now on."""
         windows, before = self._windows, self.slow
+        compared = max(windows, default=0)
         for rank, phase in phases.items():
-            windows.setdefault(phase.window, {})[rank] = phase.own_s
-        newest = max(windows, default=0)
-        if newest == self._compared:
+            if phase.own_s > 0:
+                windows.setdefault(phase.window, {})[rank] = phase.own_s
+        # When the first rank reports a window, all have reported those before.
+        *numbers, newest = sorted(windows)[-1 - COMPARED_WINDOWS :] or [compared]
+        if newest == compared or len(numbers) < COMPARED_WINDOWS:
             return []
-        self._compared = newest
-        # When the first rank reports a window, all have reported those before; 0: none yet.
-        numbers = sorted(number for number in windows if 0 < number < newest)[-COMPARED_WINDOWS:]
         self._windows = {number: windows[number] for number in (*numbers, newest)}
-        if len(numbers) < COMPARED_WINDOWS:
-            return []
+        began = numbers[EXCEPTIONS] * self._window_s
         self.slow = {}
         with suppress(StorageError):  # a damaged plan, or a full disk, shows elsewhere
             mesh = load_mesh(self._run.plan)
-            for _, stage in groupby(range(mesh.world_size), mesh.pipeline_rank):
-                ranks = {*stage}
+            of_stage = mesh.tensor * mesh.data
+            for first in range(0, mesh.world_size, of_stage):
+                ranks = range(first, first + of_stage)
                 times = [
-                    {rank: s for rank, s in windows[number].items() if s > 0 and rank in ranks}
+                    {rank: own_s for rank, own_s in windows[number].items() if rank in ranks}
                     for number in numbers
                 ]
                 for rank, ratio in find_slow(times, before).items():
@@ -64,14 +62,20 @@ class SlowRanks:
                         rank=rank,
                         node=self._record.nodes[rank // mesh.devices_per_node],
                         ratio=round(ratio, 2),
-                        peers=len(ranks),
-                        since=before[rank].since
-                        if rank in before
-                        else numbers[EXCEPTIONS] * self._window_s,
+                        peers=of_stage,
+                        since=before[rank].since if rank in before else began,
                     )
             path = self._record.files(self._run).slow_ranks
             SlowRanksRecord(ranks=tuple(self.slow.values())).save(path)
         return [slow for rank, slow in self.slow.items() if rank not in before]
+
+
+def read_slow_ranks(run: RunDir, record: AttemptRecord) -> tuple[SlowRank, ...] | None:
+    """Return the slow ranks of an attempt; None if they cannot be compared."""
+    with suppress(StorageError):
+        if slow := SlowRanksRecord.find(record.files(run).slow_ranks):
+            return slow.ranks
+    return None
 
 
 def find_slow(
@@ -83,11 +87,10 @@ def find_slow(
     """
     ratios: dict[int, list[float]] = {}
     for times in windows:
-        reference = median_low(times.values()) if times else 1.0  # of two ranks the faster one
+        reference = median_low(times.values() or [1.0])  # of two ranks the faster one
         for rank, own_s in times.items():
             ratios.setdefault(rank, []).append(own_s / reference)
-    medians = {rank: median(values) for rank, values in ratios.items()}
-    logs = list(map(math.log, medians.values())) or [0.0]
+    logs = [math.log(median(values)) for values in ratios.values()] or [0.0]
     center = median_low(logs)
     # The median absolute deviation as a standard deviation; of two ranks it is 0.
     deviation = 1.4826 * median_low([abs(value - center) for value in logs])
@@ -97,5 +100,5 @@ def find_slow(
         # Most windows must be above the limit to begin with, and below it to end.
         index = -1 - EXCEPTIONS if rank in slow_before else EXCEPTIONS
         if len(values) >= COMPARED_WINDOWS - EXCEPTIONS and sorted(values)[index] > limit:
-            slow[rank] = medians[rank]
+            slow[rank] = median(values)
     return slow

@@ -214,18 +214,16 @@ class Supervisor:
         failed = self._preparation.failed_nodes
         failed.update(name for name, fault in self._failing.items() if fault.evidence != "slow")
         avoided = self._avoided(self.allocation)
-        left_out = failed.union(self._failing)
-        chosen = self.allocation.choose(left_out, len(record.nodes), avoided)
-        if not chosen:  # a slow node is better than a wait in the queue
-            left_out = failed
-            chosen = self.allocation.choose(left_out, len(record.nodes), avoided)
-        try:
-            if chosen:
-                self.allocation.give_up(left_out)
-        except SlurmError as error:
-            log.warning("no restart in the allocation: %s", error)
-            return ()
-        return chosen
+        for left_out in (failed.union(self._failing), failed):
+            # A slow node is better than a wait in the queue.
+            if chosen := self.allocation.choose(left_out, len(record.nodes), avoided):
+                try:
+                    self.allocation.give_up(left_out)
+                except SlurmError as error:
+                    log.warning("no restart in the allocation: %s", error)
+                    return ()
+                return chosen
+        return ()
 
     def _avoided(self, allocation: SlurmAllocation) -> list[str]:
         """Return the excluded nodes of this job, which spare nodes replace as far as they can."""

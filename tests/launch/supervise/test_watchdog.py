@@ -35,6 +35,7 @@ from slurmllm.core.run.worker_files import PHASE_FILE, PhaseWriter, read_phase
 from slurmllm.launch.supervise import attempt_monitor, attempts
 from slurmllm.launch.supervise import watchdog as watchdogs
 from slurmllm.launch.supervise.attempt_monitor import AttemptMonitor, Observations, StopSignals
+from slurmllm.launch.supervise.notify import Notifier
 from slurmllm.launch.supervise.stacks import (
     outliers,
     read_locations,
@@ -451,7 +452,8 @@ class Launchers:
         record = attempt_record(job_id="7" if job_limited else None)
         record.save(self.run.attempt("train", 0).record)
         config = resolve("tiny_neox")
-        monitor = AttemptMonitor(self.run, record, config, [cast(Any, self)], self.stop)
+        notifier = Notifier(self.run, config)
+        monitor = AttemptMonitor(self.run, record, config, [cast(Any, self)], self.stop, notifier)
         monitor._watchdog = cast(Any, SimpleNamespace(look=lambda: hang, phases={}))
         return monitor.wait()
 
