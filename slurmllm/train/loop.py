@@ -89,7 +89,6 @@ def run_step(job: Job) -> Step:
         batch = job.next_batch()
     data_at = time.perf_counter()
     loss = backend.forward_backward(batch.micro_batches, batch.num_targets)
-    forwards = backend.forwards
     if not deferred:
         with backend.part("waiting"):
             float(loss)
@@ -106,7 +105,17 @@ def run_step(job: Job) -> Step:
     if not deferred:
         fields |= {"forward_backward_s": loss_at - data_at, "optimizer_s": norms_at - loss_at}
     # It has ended when the flags of the step before have been read.
-    return Step(number, batch.number, started, None, fields, loss, grad_norm, param_norm, forwards)
+    return Step(
+        number,
+        batch.number,
+        started,
+        None,
+        fields,
+        loss,
+        grad_norm,
+        param_norm,
+        backend.forwards,
+    )
 
 
 def read_metrics(job: Job, step: Step) -> MetricsRow:

@@ -55,6 +55,8 @@ def check_limits(options: Options, site: Site) -> LimitCheck:
             or len(listed) < len(names)
         ):
             return LimitCheck()
+        if not any(count_gpus(node.gres) for node in site.nodes):
+            options = {**options, DEVICES: "0"}  # not counted: jobs take whole nodes
         checks = [_check(options, partition, site.client) for partition in listed]
     except (SlurmError, ValueError):  # or a value that only Slurm can read
         return LimitCheck()
@@ -202,7 +204,5 @@ def _amount(option: str, value: str) -> float:
     """Return a number as of `_AMOUNTS`; 0 for what only Slurm can read."""
     if option in ("gres", "gpus-per-node"):
         return count_gpus(value if option == "gres" else f"gpu:{value}")
-    if option == DEVICES:
-        return int(value)
     match = re.fullmatch(r"(\d+)([KMGT]?)B?", value.upper())
     return int(match[1]) * (_MB[match[2]] if option == "mem" else 1) if match else 0

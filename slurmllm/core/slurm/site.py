@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 
-from slurmllm.core.errors import SlurmError
 from slurmllm.core.slurm.client import Association, PartitionNode, SlurmClient, count_gpus
 
 
@@ -111,13 +109,6 @@ class Site:
     @cached_property
     def nodes(self) -> Sequence[PartitionNode]:
         return self.client.partition_nodes()
-
-    @property
-    def counts_gpus(self) -> bool:
-        """Whether Slurm counts GPUs: on other clusters, jobs take whole nodes without a request."""
-        with suppress(SlurmError):
-            return any(count_gpus(node.gres) for node in self.nodes)
-        return False
 
     @cached_property
     def partitions(self) -> Mapping[str, Partition]:

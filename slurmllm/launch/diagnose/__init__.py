@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
-from slurmllm.core.errors import EXIT_OK, Blame, InfrastructureError, UserError
+from slurmllm.core.errors import EXIT_OK, InfrastructureError, UserError
 from slurmllm.core.run.records import Finding
 
 Value = int | float | str
@@ -22,20 +22,9 @@ def _finding(
     value: Value,
     expected: Value = "",
     message: str = "",
-    *,
-    status: Any,
-    fix: str = "",
-    blame: Blame | None = None,
+    **fields: Any,
 ) -> Finding:
-    return Finding(
-        check=check,
-        status=status,
-        value=value,
-        expected=expected,
-        message=message,
-        fix=fix,
-        blame=blame,
-    )
+    return Finding(check=check, value=value, expected=expected, message=message, **fields)
 
 
 ok = partial(_finding, status="ok")  # meets the profile, or the profile has no requirement

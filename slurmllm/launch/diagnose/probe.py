@@ -17,8 +17,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, ClassVar, Protocol, Self
 
@@ -116,7 +115,9 @@ def report(node: str, **fields: object) -> None:
 class NodeReport:
     """What one node has reported so far."""
 
-    health: NodeHealth
+    findings: list[Finding] = field(default_factory=list)
+    versions: dict[str, str] = field(default_factory=dict)
+    checks_s: float | None = None  # s; None: not finished
     # The node's clock minus this machine's; None before the first line. A line arrives after it was
     # sent, so each line gives a lower bound: the highest is the best.
     clock_ahead_s: float | None = None
@@ -127,14 +128,12 @@ class NodeReport:
     def add(self, line: ProbeLine, arrived: float) -> None:
         ahead = line.time - arrived
         self.clock_ahead_s = max(ahead, ahead if self.clock_ahead_s is None else self.clock_ahead_s)
-        update = dict[str, object]()
         if line.finding is not None:
-            update["findings"] = (*self.health.findings, line.finding)
+            self.findings.append(line.finding)
         if line.version is not None:
-            update["versions"] = dict([*self.health.versions.items(), line.version])
+            self.versions.update([line.version])
         if line.took_s is not None:
-            update["checks_s"] = round(line.took_s, 3)
-        self.health = self.health.model_copy(update=update)
+            self.checks_s = round(line.took_s, 3)
 
 
 def check_nodes(
@@ -151,13 +150,11 @@ def check_nodes(
     before any node reported.
     """
     limits = config.cluster.health
-    with ExitStack() as stack:
-        with storage_errors(f"cannot write to {folder}", "check the file system"):
-            folder.mkdir(parents=True, exist_ok=True)
-            # A new random name: no node can have a cached lookup of it, negative or positive.
-            marker = stack.enter_context(
-                tempfile.NamedTemporaryFile(prefix=".health-marker-", dir=folder)
-            )
+    with storage_errors(f"cannot write to {folder}", "check the file system"):
+        folder.mkdir(parents=True, exist_ok=True)
+        # A new random name: no node can have a cached lookup of it, negative or positive.
+        marker = tempfile.NamedTemporaryFile(prefix=".health-marker-", dir=folder)  # noqa: SIM115
+    with marker:
         probe = [*command, "check-node", "--profile", config.cluster.model_dump_json()]
         reports = collect(
             nodes.nodes,
@@ -178,7 +175,7 @@ def collect(
 
     Raises a LaunchError if the processes failed before any node reported.
     """
-    reports = {name: NodeReport(NodeHealth(node=name)) for name in names}
+    reports = {name: NodeReport() for name in names}
     started = time.monotonic()
     lines = []
     for arrived, output in read_lines(processes, limit_s, stop):
@@ -261,15 +258,15 @@ def compare_nodes(reports: Mapping[str, NodeReport], limits: HealthChecks) -> di
     clocks = [r.clock_ahead_s for r in reports.values() if r.clock_ahead_s is not None]
     median_ahead_s = statistics.median(clocks or [0.0])
     versions = {
-        name: node.health.versions
-        | {f.check: str(f.value) for f in node.health.findings if f.check in _COMPARED and f.value}
+        name: node.versions
+        | {f.check: str(f.value) for f in node.findings if f.check in _COMPARED and f.value}
         for name, node in reports.items()
     }
     version_findings = dict(_version_findings(versions, limits))
     compared = {}
     for name, node in reports.items():
-        findings = list(node.health.findings)
-        if node.health.checks_s is None:
+        findings = [*node.findings]
+        if node.checks_s is None:
             after = f" after the check of {findings[-1].check}" if findings else ""
             answered = re.search(r": tasks? [\d,-]+: ", node.silence)
             message = f"{'it ended' if answered else 'no response'}{after}{node.silence}"
@@ -286,7 +283,12 @@ def compare_nodes(reports: Mapping[str, NodeReport], limits: HealthChecks) -> di
                 findings.append(fail("clock", ahead, limit, f"{message}{limit:g} s"))
         if name in version_findings:
             findings.append(version_findings[name])
-        compared[name] = node.health.model_copy(update={"findings": tuple(findings)})
+        compared[name] = NodeHealth(
+            node=name,
+            findings=tuple(findings),
+            versions=node.versions,
+            checks_s=node.checks_s,
+        )
     return compared
 
 

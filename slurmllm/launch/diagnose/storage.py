@@ -97,10 +97,7 @@ def shm_findings() -> Findings:
     """Free shared memory: little of it fails if files fill it, else it is small by its mount."""
     usage = shutil.disk_usage(SHM)
     free = round(usage.free / GB, 2)
-    if free >= MIN_SHM_GB:
-        yield ok("shared memory", free, MIN_SHM_GB)
-        return
-    status = fail if usage.used > usage.free else warn
+    status = ok if free >= MIN_SHM_GB else fail if usage.used > usage.free else warn
     message = f"{free} of {usage.total / GB:.2f} GB free in {SHM}; workers may need {MIN_SHM_GB:g}"
     yield status("shared memory", free, MIN_SHM_GB, message)
 

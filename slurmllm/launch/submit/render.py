@@ -196,7 +196,7 @@ def check_jobs(
         options = directives(stage, config, run, nodes)
         if site is not None and (compiles or stage == "train"):
             request = read_options(options)
-            if config.cluster.device == "cuda" and site.counts_gpus:
+            if config.cluster.device == "cuda":
                 request[DEVICES] = str(config.cluster.devices_per_node)
             limits = check_limits(request, site)
             option = "--time " if stage == "train" else "--set slurm.precompile_time="

@@ -134,7 +134,7 @@ def test_a_stop_breaks_off() -> None:
 
 
 def answer(ahead_s: float, **versions: str) -> NodeReport:
-    return NodeReport(NodeHealth(node="n", checks_s=0.1, versions=versions), ahead_s)
+    return NodeReport(versions=versions, checks_s=0.1, clock_ahead_s=ahead_s)
 
 
 def only(answers: dict[str, NodeHealth], check: str) -> dict[str, Finding]:
@@ -145,7 +145,7 @@ def only(answers: dict[str, NodeHealth], check: str) -> dict[str, Finding]:
 
 def test_clocks_are_compared_with_the_median() -> None:
     # The clock of whoever asks is wrong itself, by 60 s.
-    delayed = NodeReport(NodeHealth(node="n", checks_s=0.1))
+    delayed = NodeReport(checks_s=0.1)
     for sent, arrived in ((100.0, 43.0), (101.0, 41.0), (102.0, 44.0)):
         delayed.add(ProbeLine(node="n1", time=sent), arrived)  # the least delayed line counts
     reports = {"n1": delayed, "n2": answer(60.1), "n3": answer(67.0), "n4": answer(59.9)}
