@@ -12,7 +12,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from slurmllm.analysis.evaluate.request import ValidationText
 from slurmllm.analysis.evaluate.validation_loss import held_out_loss
 from slurmllm.analysis.evaluate.validation_text import stream_spec, validation_text
-from slurmllm.core.errors import EXIT_REQUEUE
+from slurmllm.core.errors import EXIT_OK, EXIT_REQUEUE
 from slurmllm.core.metrics.row_reader import read_events
 from slurmllm.core.run.records import Event
 from slurmllm.core.run.rundir import RunDir
@@ -93,6 +93,25 @@ def test_a_stop_leaves_the_evaluation_to_the_next_attempt(new_run: NewRun) -> No
     assert losses == pytest.approx({s: e.values[HELD_OUT] for s, e in expected.items()})
     perplexities = {e.step: e.value for e in read.Scalars("eval/held_out/perplexity")}
     assert perplexities == pytest.approx({step: np.exp(loss) for step, loss in losses.items()})
+
+
+@pytest.mark.parametrize(("steps", "code"), [(60, EXIT_REQUEUE), (7, EXIT_OK)])
+def test_a_stop_ends_a_long_evaluation(new_run: NewRun, steps: int, code: int) -> None:
+    long = ("backend=rehearsal", "eval.every_steps=7", "eval.sequences=400", f"train.steps={steps}")
+    run = new_run(*SETTINGS, *long)
+    slowly = {"SLURMLLM_REHEARSAL_STEP_S": "0.2"}  # 25 passes or more
+    gang = Gang(run, world=2, env=slowly)
+    gang.signal_at(7, signal.SIGUSR2, ranks=[1])
+    assert gang.wait() == [code, code], gang.output()
+    assert (run.checkpoint_steps(), evaluations(run, 0)) == ([7], {}), "saved at once"
+    assert "SIGUSR2 ended the evaluation of step 7; " in gang.output(0)
+    again = Gang(run, world=2, attempt=1, env=slowly)
+    if code == EXIT_REQUEUE:  # it begins with the evaluation
+        while "resumed from step 7" not in again.output(0):
+            assert again.processes[0].poll() is None, again.output()
+        again.processes[0].send_signal(signal.SIGUSR2)
+    assert again.wait() == [code, code], again.output()
+    assert (run.checkpoint_steps(), curve(run, 1), evaluations(run, 1)) == ([7], {}, {})
 
 
 @pytest.mark.parametrize(("data_parallel", "pipeline"), [(1, 1), (2, 1), (4, 1), (2, 2)])

@@ -6,7 +6,7 @@ import itertools
 import logging
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -43,7 +43,7 @@ class EvaluationHook(Hook):
     def before_training(self) -> None:
         """Evaluate the step that training resumes from, if its attempt could not (collective)."""
         job = self._job
-        if job.start.resumed_from is None or not job.evaluates(job.step):
+        if job.start.resumed_from is None or not job.evaluates(job.step) or job.stopped_by:
             return
         absent = None
         if job.worker.rank == 0:
@@ -56,7 +56,7 @@ class EvaluationHook(Hook):
             self._evaluate()
 
     def after_step(self, end: StepEnd) -> None:
-        if end.evaluating:
+        if end.evaluating and (end.last or self._job.stopped_by is None):
             with self._job.backend.part("evaluation"):
                 self._evaluate()
 
@@ -66,8 +66,15 @@ class EvaluationHook(Hook):
         job.phases.begin("evaluating", job.step)
         if self._texts is None:
             self._texts = _read_texts(job)
-        losses = {name: self._loss(passes) for name, passes in self._texts.items()}
+        losses = self._losses(self._texts)
         if job.stage == "precompile":
+            return
+        if losses is None:
+            level, then = logging.INFO, "the next attempt evaluates it"
+            if job.step == job.last_step:
+                then = f"`slurmllm evaluate {job.run.name} --task validation` evaluates it"
+                level = logging.WARNING
+            log.log(level, "%s ended the evaluation of step %d; %s", job.stopped_by, job.step, then)
             return
         seconds = time.monotonic() - began
         listing = "  ".join(
@@ -80,14 +87,23 @@ class EvaluationHook(Hook):
         for reader in self._readers:
             reader.after_evaluation(Evaluation(job.step, time.time(), losses))
 
-    def _loss(self, passes: Sequence[EvaluationStep]) -> float:
-        """Return the mean loss over all targets of a text, equal on all workers (collective)."""
-        total = 0.0
-        for step in passes:
-            self._job.phases.begin("evaluating", self._job.step)
-            mean = self._job.backend.evaluate(step.micro_batches, step.num_targets)
-            total += float(mean) * step.num_targets
-        return total / sum(step.num_targets for step in passes)
+    def _losses(self, texts: Mapping[str, Sequence[EvaluationStep]]) -> dict[str, float] | None:
+        """Return the mean loss over all targets of each text, equal on all workers (collective).
+
+        None if a stop signal came: its flags are read one pass later, so that no pass waits.
+        """
+        job, posted = self._job, None
+        totals = dict.fromkeys(texts, 0.0)
+        for name, passes in texts.items():
+            for step in passes:
+                if posted is not None and job.read_flags(posted):
+                    return None
+                posted = job.post_flags()
+                job.phases.begin("evaluating", job.step)
+                mean = job.backend.evaluate(step.micro_batches, step.num_targets)
+                totals[name] += float(mean) * step.num_targets
+            totals[name] /= sum(step.num_targets for step in passes)
+        return totals
 
 
 def _read_texts(job: Job) -> dict[str, list[EvaluationStep]]:

@@ -50,7 +50,8 @@ class MetricsHook(Hook):
     def after_step(self, end: StepEnd) -> None:
         self._stream.write(end.row.model_dump_json(exclude_none=True) + "\n")
         self._stream.flush()
-        if end.saving:  # a resume from this checkpoint needs its rows
+        # A resume from this checkpoint needs its rows; a stop may cut an evaluation short, to save.
+        if end.saving or end.evaluating:
             os.fsync(self._stream.fileno())
             if os.fstat(self._stream.fileno()).st_nlink == 0:
                 raise StorageError(f"{self._path} was removed; leave a run's metrics in place")
