@@ -270,7 +270,7 @@ def _worker_endings(evidence: Evidence) -> _Rows:
     yield _by_workers(evidence, [worker for worker in failed if worker.code < 0])
     if evidence.overran_s is not None:
         reason = f"{evidence.stop_signal}: not saved within {evidence.overran_s:.0f} s; ended"
-        yield Ending("advance_signal", (reason,))
+        yield Ending("advance_signal", (*_by_slurm(evidence), reason))
     yield _unreported(evidence)
     yield _lost_peers(evidence)
     yield _by_workers(evidence, failed)

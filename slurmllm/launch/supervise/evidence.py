@@ -87,7 +87,11 @@ def gather_evidence(
             launchers, observed.launchers_s, _log_tail(run, record, 0), record.nodes
         ),
         peers=_peers(record) if failures else (),
-        trainer=TrainerExit() if command is None else _trainer_exit(run, record, command, nodes),
+        trainer=(
+            _worker_exit(run, record)
+            if command is None
+            else _trainer_exit(run, record, command, nodes)
+        ),
         no_gpu="" if config is None else _no_gpu(config),
     )
 
@@ -139,6 +143,16 @@ def _uncompiled(run: RunDir) -> Sequence[str]:
     with suppress(StorageError):  # no manifest, or a damaged one
         return faults(GraphManifest.load(run.graphs_manifest), run)
     return ("no archive of compiled graphs was written",)
+
+
+def _worker_exit(run: RunDir, record: AttemptRecord) -> TrainerExit:
+    """Return how our own workers leave at a stop: mostly with a checkpoint of their last step."""
+    steps, saved = _logged_steps(run.metrics(record.attempt)), run.checkpoint_steps()
+    if steps and steps[-1:] == saved[-1:]:
+        return TrainerExit()
+    after = f"after step {steps[-1]}" if steps else "before the first step was done"
+    newest = f"newest checkpoint: step {saved[-1]}" if saved else "no checkpoint"
+    return TrainerExit(f"left {after}; {newest}")
 
 
 def _trainer_exit(

@@ -413,6 +413,19 @@ def test_without_suspects_the_node_whose_stack_differs_is_one(ended: Ended) -> N
     assert (evidence.hang.suspects, evidence.hang.unresponsive_nodes) == (("n2",), ())
 
 
+def test_what_our_workers_have_left(ended: Ended) -> None:
+    run = ended[0]
+    assert gather(ended).trainer.leaving == "left before the first step was done; no checkpoint"
+    run.metrics(0).parent.mkdir()
+    run.checkpoint(5).mkdir(parents=True)
+    for step, leaving in (
+        (5, "saved and left"),
+        (7, "left after step 7; newest checkpoint: step 5"),
+    ):
+        run.metrics(0).write_text(f'{{"step": {step}, "loss": 1.0}}\n')
+        assert gather(ended).trainer.leaving == leaving
+
+
 def test_what_a_trainer_of_another_project_has_left(ended: Ended) -> None:
     command = CommandConfig(run="x", steps=20)
     without = gather(ended, command=command).trainer

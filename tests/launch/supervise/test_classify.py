@@ -108,6 +108,13 @@ BY_ENDING: dict[EndingClass, dict[str, tuple[Evidence, str]]] = {
             stop_signal="SIGTERM",
             slurm_state="PREEMPTED",
         ),
+        "preempted, and killed at our deadline": row(
+            "Slurm: the job is PREEMPTED",
+            both(-9, -9),
+            stop_signal="SIGUSR1",
+            overran_s=30.0,
+            slurm_state="PREEMPTED",
+        ),
         "preempted without the time to report": row(
             "SIGTERM", {"n1": NodeRecord(node="n1", pids={0: 7})}, stop_signal="SIGTERM"
         ),
