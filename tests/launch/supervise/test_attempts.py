@@ -396,6 +396,17 @@ def test_sigterm_waits_for_accounting(ended: Ended, monkeypatch: pytest.MonkeyPa
     assert gather(ended, "SIGTERM").slurm_state == "TIMEOUT"
 
 
+@pytest.mark.parametrize(("after_s", "state"), [(60, "PREEMPTED"), (-60, "RUNNING")])
+def test_a_preemption_before_the_attempt_does_not_count(
+    ended: Ended, after_s: int, state: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster = ended[1]
+    at = datetime.fromtimestamp(attempt_record().started_at + after_s).isoformat()
+    job = cluster.batch_job("1")._replace(preempt_time=at)
+    monkeypatch.setattr(cluster, "batch_job", lambda _: job)
+    assert gather(ended).slurm_state == state
+
+
 def test_a_launcher_that_could_not_end_its_workers_hung(ended: Ended) -> None:
     hang = gather(ended, hang=HANG).hang
     assert hang.suspects == hang.unresponsive_nodes == ("n2",)
@@ -409,7 +420,7 @@ def test_without_suspects_the_node_whose_stack_differs_is_one(ended: Ended) -> N
     paths.stacks(0).write_text(frame.format("torch/distributed"))
     paths.stacks(1).write_text(frame.format("slurmllm/data/stream"))
     evidence = gather(ended, hang=HANG)
-    assert evidence.stacks == ("rank 1: f (data/stream.py:7)",)
+    assert evidence.stacks[0] == "rank 1: f (data/stream.py:7)"
     assert (evidence.hang.suspects, evidence.hang.unresponsive_nodes) == (("n2",), ())
 
 

@@ -82,6 +82,9 @@ def row(
     return seen(nodes, *failures, **more), reason
 
 
+DATA_WORKER_ENDED = failure(
+    0, "RuntimeError", "DataLoader worker (pid 4) is killed by signal: Terminated."
+)
 BY_ENDING: dict[EndingClass, dict[str, tuple[Evidence, str]]] = {
     "done": {
         "finished": row("2 workers finished", both(0, 0)),
@@ -92,9 +95,7 @@ BY_ENDING: dict[EndingClass, dict[str, tuple[Evidence, str]]] = {
         "a preemption's SIGTERM ends a data worker first": row(
             "ended a data worker first",
             both(1, 1),
-            failure(
-                0, "RuntimeError", "DataLoader worker (pid 4) is killed by signal: Terminated."
-            ),
+            DATA_WORKER_ENDED,
             slurm_state="PREEMPTED",
         ),
         "signal sent to the step alone": row("a stop signal", both(75, 75)),
@@ -266,6 +267,9 @@ BY_ENDING: dict[EndingClass, dict[str, tuple[Evidence, str]]] = {
         ),
     },
     "code_error": {
+        "a data worker's SIGTERM without a preemption": row(
+            "killed by signal: Terminated", both(1, 1), DATA_WORKER_ENDED
+        ),
         "crashed": row("SIGSEGV", both(70, -signal.SIGSEGV), LOST),
         "an exception": row("rank 1", both(70, 70), LOST, RAISED),
         "an exception, its peers ended by the launcher": row(
