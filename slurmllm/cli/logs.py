@@ -17,7 +17,7 @@ import click
 from slurmllm.cli import options
 from slurmllm.core.errors import EXIT_INTERRUPTED, RunError, SlurmError, StorageError, UserError
 from slurmllm.core.format import format_plural
-from slurmllm.core.run.rundir import AttemptDir, RunDir, Stage, find_run
+from slurmllm.core.run.rundir import RunDir, Stage, find_run
 
 if TYPE_CHECKING:
     from slurmllm.analysis.status.details import Culprit
@@ -185,6 +185,7 @@ class _Printer:
 
 def _stacks(run: RunDir, rank: int | None) -> str:
     """Return the stacks of the last attempt that hung, those that differ from the others first."""
+    from slurmllm.launch.supervise.collectives import ras_report, torch_analysis
     from slurmllm.launch.supervise.stacks import outliers, read_locations, read_stacks
 
     hung = [attempt for attempt in run.attempts("train") if attempt.stacks(0).parent.is_dir()]
@@ -204,20 +205,11 @@ def _stacks(run: RunDir, rank: int | None) -> str:
         mark = ", differs from the others" if worker in differing else ""
         stacks.append(f"{attempt}, rank {worker}{mark}\n{dumps[worker].rstrip()}\n")
     if rank is None and hung[-1].collectives(0).parent.is_dir():
-        stacks += _collectives(hung[-1])
+        reports = {"torchfrtrace": torch_analysis(hung[-1]), "NCCL RAS": ras_report(hung[-1])}
+        stacks += [
+            f"{attempt}, {name}\n{text.rstrip()}\n" for name, text in reports.items() if text
+        ]
     return "\n".join(stacks)
-
-
-def _collectives(attempt: AttemptDir) -> Iterator[str]:
-    """Yield the reports of torch's analyzer and of NCCL on the collectives of a hang."""
-    from slurmllm.core.run.records import AttemptRecord
-    from slurmllm.launch.supervise.collectives import ras_report, torch_analysis
-
-    with suppress(StorageError):
-        if analysis := torch_analysis(attempt, AttemptRecord.load(attempt.record).world_size):
-            yield f"attempt {attempt.number}, torchfrtrace\n{analysis.rstrip()}\n"
-    if report := ras_report(attempt):
-        yield f"attempt {attempt.number}, NCCL RAS\n{report.rstrip()}\n"
 
 
 def _print_failures(selection: LogSelection, lines: int, follow: bool) -> None:

@@ -88,21 +88,20 @@ class Recording(Record):
     pg_config: dict[str, dict[str, str]]  # `ranks`: a list, as text
     from_start: bool = False  # whether no entry was overwritten
 
-    def members(self, group: str) -> frozenset[int]:
-        """Return the ranks of a group by its name; empty if unknown (gloo, of torch 2.13)."""
-        ranks = self.pg_config.get(group, {}).get("ranks", "")
-        return frozenset(map(int, re.findall(r"\d+", ranks)))
+    @property
+    def last(self) -> dict[tuple[str, str], int]:
+        """The number of each group's last collective."""
+        return {e.process_group: e.collective_seq_id for e in self.entries}
+
+    def ranks(self, group: tuple[str, str]) -> str:
+        """Return the ranks of a group as text; empty if unknown (gloo, of torch 2.13)."""
+        return self.pg_config.get(group[0], {}).get("ranks", "")
 
     def is_before(self, operation: Operation) -> bool:
         """Whether this rank, which does not wait in an operation, surely has not begun it."""
-        last = self.last_number(operation.process_group[0])
-        known = last < operation.collective_seq_id and (last > 0 or self.from_start)
-        return operation.is_p2p or known
-
-    def last_number(self, group: str) -> int:
-        """Return the number of the last collective of a group; 0 if there is none."""
-        numbers = (e.collective_seq_id for e in self.entries if e.process_group[0] == group)
-        return max(numbers, default=0)
+        number = operation.collective_seq_id
+        last = self.last.get(operation.process_group, 0 if self.from_start else number)
+        return operation.is_p2p or last < number
 
 
 class _PlainUnpickler(pickle.Unpickler):

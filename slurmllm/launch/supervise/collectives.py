@@ -7,6 +7,7 @@ The launchers collect what `read_blocked` reads. torch's own analyzer
 
 from __future__ import annotations
 
+import os
 import pickle
 import re
 import socket
@@ -32,10 +33,8 @@ from slurmllm.core.run.flight_recorder import (
 from slurmllm.core.run.records import Lines
 from slurmllm.core.run.rundir import AttemptDir, by_rank, read_ranks
 from slurmllm.core.run.safe_files import read_limited, write_whole
-from slurmllm.core.slurm.client import wait_for
 
 _DUMPS_S = 4.0  # torch looks at its pipe once a second
-_RAS = "localhost:28028"  # NCCL_RAS_ADDR's default
 _RAS_S = 10.0  # NCCL waits five for peers, and adds up to five
 _RAS_BYTES = 1 << 20
 _MAX_LINES = 4
@@ -58,27 +57,19 @@ def collect_dumps(attempt: AttemptDir, environment: Mapping[str, str], since: fl
     Torch makes these by itself, after a time-out of a collective.
     """
     pipe, dump = dump_prefixes(environment)
-    ranks = {rank for rank, path in by_rank(pipe, ".pipe").items() if request_dump(path)}
-    # A file system's clock may be coarse.
-    oldest, patience_s = (time.time() - 1.0, _DUMPS_S) if ranks else (since, 0.0)
-    stored = set[int]()
-
-    def store() -> bool:
-        for rank, path in by_rank(dump).items():
-            # What is not there yet, or half a dump, is read again.
-            with suppress(OSError, ValueError):
-                if rank not in stored and path.stat().st_mtime >= oldest:
-                    content = read_dump(path).model_dump_json().encode()
-                    write_whole(attempt.collectives(rank), content, durable=False)
-                    stored.add(rank)
-        return stored >= ranks
-
-    wait_for(store, patience_s, 0.1)
+    if any([request_dump(path) for path in by_rank(pipe, ".pipe").values()]):
+        since = time.time() - 1.0  # a file system's clock may be coarse
+        time.sleep(_DUMPS_S)
+    for rank, path in by_rank(dump).items():
+        with suppress(OSError, ValueError):
+            if path.stat().st_mtime >= since:
+                content = read_dump(path).model_dump_json().encode()
+                write_whole(attempt.collectives(rank), content, durable=False)
 
 
-def query_ras(attempt: AttemptDir, address: str | None = None) -> None:
+def query_ras(attempt: AttemptDir) -> None:
     """Store what NCCL's RAS reports of the job, if it answers on this node."""
-    host, _, port = (address or _RAS).rpartition(":")
+    host, _, port = os.environ.get("NCCL_RAS_ADDR", "localhost:28028").rpartition(":")
     with suppress(OSError, ValueError):
         with socket.create_connection((host.strip("[]"), int(port)), _RAS_S) as connection:
             connection.sendall(b"VERBOSE STATUS\n")
@@ -112,8 +103,7 @@ class _Meeting(NamedTuple):
     """An operation in which ranks wait."""
 
     order: tuple[int, ...]  # less: explains more
-    idle: frozenset[int]  # ranks that have not joined it and wait in no other one
-    unrecorded: tuple[int, ...]
+    idle: tuple[int, ...]  # ranks that have not joined it and wait in no other one
     line: str
 
 
@@ -125,23 +115,18 @@ def blocked(recordings: Mapping[int, Recording], world_size: int) -> Blocked:
     operations: dict[object, dict[int, Operation]] = defaultdict(dict)
     for rank, recording in recordings.items():
         # The first one of each group: the next ones wait for it.
-        waits = {
-            (operation.process_group, operation.is_p2p): operation
-            for operation in reversed(recording.entries)
-            if not operation.finished
-        }
-        for (group, _), operation in waits.items():
-            number = operation.peers or operation.collective_seq_id
-            operations[group, recording.members(group[0]), number][rank] = operation
+        firsts = {e.process_group: e for e in reversed(recording.entries) if not e.finished}
+        for group, operation in firsts.items():
+            place = group, recording.ranks(group), operation.peers or operation.collective_seq_id
+            operations[place][rank] = operation
     busy = {rank for waiting in operations.values() for rank in waiting}
-    meetings = [_meet(recordings, busy, waiting, world_size) for waiting in operations.values()]
-    ranks = sorted(frozenset[int]().union(*(meeting.idle for meeting in meetings)))
-    # One line for each cause: without ranks that wait nowhere, it is those that recorded nothing.
-    lines: dict[object, str] = {}
-    for meeting in sorted(meetings):
+    meetings = sorted(_meet(recordings, busy, item, world_size) for item in operations.values())
+    ranks = {rank for meeting in meetings for rank in meeting.idle}
+    lines: dict[object, str] = {}  # one for the same ranks
+    for meeting in meetings:
         if meeting.idle or not ranks:
-            lines.setdefault((meeting.idle, meeting.unrecorded), meeting.line)
-    return Blocked(tuple(lines.values())[:_MAX_LINES], tuple(ranks))
+            lines.setdefault(meeting.idle, meeting.line)
+    return Blocked(tuple(lines.values())[:_MAX_LINES], tuple(sorted(ranks)))
 
 
 def _meet(
@@ -160,39 +145,40 @@ def _meet(
     alike: dict[str, list[int]] = defaultdict(list)
     states = {operation.state for operation in waiting.values()}
     for rank, operation in sorted(waiting.items()):
-        what = "it" if missing and operation.text == first.text else operation.text
         # `scheduled` where others have `started`: the device has not begun.
         state = f", {operation.state}" if len(states) > 1 else ""
-        alike[f"{what}{operation.caller}{state}"].append(rank)
+        alike[f"{operation.text}{operation.caller}{state}"].append(rank)
     clauses = [f"{format_ranks(ranks, 'waits', 'wait')} in {text}" for text, ranks in alike.items()]
     if missing:
+        clauses = [clause.replace(first.text, "it") for clause in clauses]
         clauses.insert(0, f"{format_ranks(missing, 'has', 'have')} not joined {first.text}")
     if unrecorded:
         clauses.append(f"{format_ranks(unrecorded)} recorded nothing")
-    idle = frozenset(missing) - busy
-    order = (len(missing) - len(idle), not unrecorded, -len(alike))
-    return _Meeting(order, idle, tuple(unrecorded), printable("; ".join(clauses)))
+    idle = tuple(rank for rank in missing if rank not in busy)
+    order = len(missing) - len(idle), not unrecorded, -len(alike)
+    return _Meeting(order, idle, printable("; ".join(clauses)))
 
 
 def _members(
     recordings: Mapping[int, Recording], rank: int, group: tuple[str, str], world_size: int
 ) -> list[int]:
     """Return the ranks of a group; of gloo's (torch 2.13) those that are known to have used it."""
-    name, description = group
-    if members := recordings[rank].members(name):
-        return sorted(members)
-    if description == "default_pg":
+    if members := re.findall(r"\d+", recordings[rank].ranks(group)):
+        return sorted(map(int, members))
+    if group[1] == "default_pg":
         return [*range(world_size)]
-    return sorted(rank for rank, recording in recordings.items() if recording.last_number(name))
+    return sorted(r for r, other in recordings.items() if group in other.last)
 
 
-def torch_analysis(attempt: AttemptDir, world_size: int) -> str:
+def torch_analysis(attempt: AttemptDir) -> str:
     """Return what torch's own analyzer says of an attempt's dumps, in a process with torch.
 
     It unpickles what it reads, so it gets copies of plain values. They begin at one operation of
     each group for all ranks, as it cannot compare others.
     """
     recordings = read_recordings(attempt)
+    if not recordings:
+        return ""
     begin: dict[tuple[str, str], int] = defaultdict(int)
     for recording in recordings.values():
         firsts = {e.process_group: e.collective_seq_id for e in reversed(recording.entries)}
@@ -204,13 +190,10 @@ def torch_analysis(attempt: AttemptDir, world_size: int) -> str:
                 for e in recording.entries
                 if e.collective_seq_id >= begin[e.process_group]
             ]
-            groups = {
-                group[0]: {
-                    "desc": group[1],
-                    "ranks": str(_members(recordings, rank, group, world_size)),
-                }
-                for group in {e.process_group for e in recording.entries}
-            }
+            groups = {}
+            for name, description in recording.last:
+                members = _members(recordings, rank, (name, description), max(recordings) + 1)
+                groups[name] = {"desc": description, "ranks": str(members)}
             dump = {"version": recording.version, "entries": entries, "pg_config": groups}
             Path(folder, f"rank_{rank}").write_bytes(pickle.dumps(dump))
         command = [sys.executable, "-P", "-m", _ANALYZER, "--allow-incomplete-ranks", folder]

@@ -211,18 +211,19 @@ def _with_stacks(
 ) -> tuple[HangRecord, Lines]:
     """Add what ranks wait for; suspect are nodes behind by phase, else by collective or stack."""
     locations = stacks.read_locations(record.files(run))
-    hang = hang.model_copy(update={"collectives": blocked.lines, "missing": blocked.ranks})
     # A launcher that could not even end its workers was frozen itself.
     frozen = tuple(name for name in record.nodes if not reported_all(nodes.get(name)))
-    if not hang.unresponsive_nodes and 0 < len(frozen) < len(record.nodes):
-        hang = hang.model_copy(update={"unresponsive_nodes": frozen, "suspects": frozen})
-    if not hang.suspects:
+    unresponsive, suspects = hang.unresponsive_nodes, hang.suspects
+    if not unresponsive and 0 < len(frozen) < len(record.nodes):
+        unresponsive = suspects = frozen
+    if not suspects:
         node_of = {rank: name for name, node in nodes.items() for rank in node.pids}
         ranks = blocked.ranks or stacks.outliers(locations)
         workers = (locations[rank].worker if rank in locations else rank for rank in ranks)
-        suspects = (node_of[worker] for worker in workers if worker in node_of)
-        hang = hang.model_copy(update={"suspects": tuple(dict.fromkeys(suspects))})
-    return hang, stacks.stack_lines(locations, blocked.ranks)
+        suspects = tuple(dict.fromkeys(node_of[rank] for rank in workers if rank in node_of))
+    update = {"unresponsive_nodes": unresponsive, "suspects": suspects}
+    update |= {"collectives": blocked.lines, "missing": blocked.ranks}
+    return hang.model_copy(update=update), stacks.stack_lines(locations, blocked.ranks)
 
 
 def _log_tail(run: RunDir, record: AttemptRecord, rank: int) -> list[str]:

@@ -306,7 +306,7 @@ class Workers:
             superseded = self.run.attempt(self.stage, self.attempt.number + 1).path.is_dir()
         if hang_found:
             if self.node_rank == 0:
-                query_ras(self.attempt, os.environ.get("NCCL_RAS_ADDR"))
+                query_ras(self.attempt)
             self.heartbeats.collect_dumps(self.record.started_at)
             self.dump_stacks(self.heartbeats)
             # Wait for the other nodes' stacks: a worker that loses a peer no longer hangs.

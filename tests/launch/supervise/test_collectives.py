@@ -28,6 +28,7 @@ from slurmllm.launch.supervise.collectives import (
     query_ras,
     read_blocked,
     read_recordings,
+    torch_analysis,
 )
 
 Edit = Callable[[dict[int, list[dict[str, Any]]]], object]
@@ -142,7 +143,7 @@ def test_a_dump_runs_no_code_and_is_shortened(tmp_path: Path) -> None:
     path.write_bytes(pickle.dumps({"version": "2.10", "pg_config": {}, "entries": rows}))
     kept = read_dump(path)
     assert [e.collective_seq_id for e in kept.entries] == [1, 2, *range(451, 501)]
-    assert (kept.last_number("rare"), kept.from_start) == (1, False)
+    assert (kept.last["rare", "undefined"], kept.from_start) == (1, False)
     assert Recording.model_validate_json(kept.model_dump_json()) == kept
     damaged = {"version": "2.10", "pg_config": {}, "entries": [{}]}
     contents = (os.getcwd, [1], damaged, {**damaged, "entries": [b"\xff"]})
@@ -207,9 +208,7 @@ def test_a_hang_of_gloo_is_read_and_torch_s_own_analyzer_agrees(tmp_path: Path) 
         "rank 1 has not joined all_reduce 3 of group default_pg; ranks 0, 2 wait in it (<string>:"
     )
     assert line.startswith(text)
-    from slurmllm.launch.supervise.collectives import torch_analysis
-
-    analysis = torch_analysis(attempt, 3)
+    analysis = torch_analysis(attempt)
     assert "sequence number: 3" in analysis
     assert "missing ranks: {1}" in analysis
 
@@ -262,7 +261,9 @@ DEAD = "DEAD\n  1 job process is considered dead\n  Process 34 on node n3 managi
         ("\x1b[2J\x00", ""),
     ],
 )
-def test_nccl_reports_the_ranks_behind(tmp_path: Path, report: str, line: str) -> None:
+def test_nccl_reports_the_ranks_behind(
+    tmp_path: Path, report: str, line: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     received = []
 
     class Server(socketserver.StreamRequestHandler):
@@ -273,8 +274,11 @@ def test_nccl_reports_the_ranks_behind(tmp_path: Path, report: str, line: str) -
     attempt = RunDir(tmp_path).attempt("train", 0)
     with socketserver.TCPServer(("127.0.0.1", 0), Server) as server:
         threading.Thread(target=server.handle_request, daemon=True).start()
-        query_ras(attempt, f"127.0.0.1:{server.server_address[1]}")
+        monkeypatch.setenv("NCCL_RAS_ADDR", f"127.0.0.1:{server.server_address[1]}")
+        query_ras(attempt)
     assert received == [b"VERBOSE STATUS\n"]
     lines = read_blocked(attempt, 1).lines
     assert line in lines[0] if line else lines == ()
-    query_ras(attempt, "127.0.0.1:1")  # nobody answers
+    monkeypatch.setenv("NCCL_RAS_ADDR", "127.0.0.1:1")
+    query_ras(attempt)  # nobody answers
+    assert not torch_analysis(attempt)
