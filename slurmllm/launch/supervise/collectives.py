@@ -57,7 +57,8 @@ def collect_dumps(attempt: AttemptDir, environment: Mapping[str, str], since: fl
     Torch makes these by itself, after a time-out of a collective.
     """
     pipe, dump = dump_prefixes(environment)
-    if any([request_dump(path) for path in by_rank(pipe, ".pipe").values()]):
+    listening = {rank for rank, path in by_rank(pipe, ".pipe").items() if request_dump(path)}
+    if listening:
         since = time.time() - 1.0  # a file system's clock may be coarse
         time.sleep(_DUMPS_S)
     for rank, path in by_rank(dump).items():
@@ -99,12 +100,9 @@ def read_blocked(attempt: AttemptDir, world_size: int) -> Blocked:
     return Blocked(lines, ranks)
 
 
-class _Meeting(NamedTuple):
-    """An operation in which ranks wait."""
-
-    order: tuple[int, ...]  # less: explains more
-    idle: tuple[int, ...]  # ranks that have not joined it and wait in no other one
-    line: str
+# An operation in which ranks wait: its order (the less, the more it explains), the ranks that have
+# not joined it and wait in no other one, and a line about it
+_Meeting = tuple[tuple[int, ...], tuple[int, ...], str]
 
 
 def blocked(recordings: Mapping[int, Recording], world_size: int) -> Blocked:
@@ -121,11 +119,11 @@ def blocked(recordings: Mapping[int, Recording], world_size: int) -> Blocked:
             operations[place][rank] = operation
     busy = {rank for waiting in operations.values() for rank in waiting}
     meetings = sorted(_meet(recordings, busy, item, world_size) for item in operations.values())
-    ranks = {rank for meeting in meetings for rank in meeting.idle}
+    ranks = {rank for _, idle, _ in meetings for rank in idle}
     lines: dict[object, str] = {}  # one for the same ranks
-    for meeting in meetings:
-        if meeting.idle or not ranks:
-            lines.setdefault(meeting.idle, meeting.line)
+    for _, idle, line in meetings:
+        if idle or not ranks:
+            lines.setdefault(idle, line)
     return Blocked(tuple(lines.values())[:_MAX_LINES], tuple(sorted(ranks)))
 
 
@@ -156,7 +154,7 @@ def _meet(
         clauses.append(f"{format_ranks(unrecorded)} recorded nothing")
     idle = tuple(rank for rank in missing if rank not in busy)
     order = len(missing) - len(idle), not unrecorded, -len(alike)
-    return _Meeting(order, idle, printable("; ".join(clauses)))
+    return order, idle, printable("; ".join(clauses))
 
 
 def _members(

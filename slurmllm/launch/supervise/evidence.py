@@ -221,9 +221,9 @@ def _with_stacks(
         ranks = blocked.ranks or stacks.outliers(locations)
         workers = (locations[rank].worker if rank in locations else rank for rank in ranks)
         suspects = tuple(dict.fromkeys(node_of[rank] for rank in workers if rank in node_of))
-    update = {"unresponsive_nodes": unresponsive, "suspects": suspects}
-    update |= {"collectives": blocked.lines, "missing": blocked.ranks}
-    return hang.model_copy(update=update), stacks.stack_lines(locations, blocked.ranks)
+    hang = hang.model_copy(update={"collectives": blocked.lines, "missing": blocked.ranks})
+    hang = hang.model_copy(update={"unresponsive_nodes": unresponsive, "suspects": suspects})
+    return hang, stacks.stack_lines(locations, blocked.ranks)
 
 
 def _log_tail(run: RunDir, record: AttemptRecord, rank: int) -> list[str]:

@@ -25,7 +25,6 @@ from pathlib import Path
 from slurmllm.core.config.operation import WatchdogConfig
 from slurmllm.core.config.yaml_source import LARGEST_YAML
 from slurmllm.core.errors import StorageError
-from slurmllm.core.run.flight_recorder import recorder_variables
 from slurmllm.core.run.records import (
     AttemptRecord,
     HangRecord,
@@ -55,7 +54,6 @@ from slurmllm.core.run.worker_files import (
 from slurmllm.core.slurm.client import wait_for
 from slurmllm.core.slurm.setup import Variables
 from slurmllm.launch.supervise.classify import reported_all
-from slurmllm.launch.supervise.collectives import collect_dumps
 from slurmllm.launch.supervise.stacks import inspect_process
 
 LOOK_S = 5.0  # interval between the supervisor's looks
@@ -276,11 +274,8 @@ class Watchdog:
 class Heartbeats:
     """The phase files of one node's workers, and the node's heartbeat, for its launcher."""
 
-    def __init__(
-        self, attempt: AttemptDir, node: str, config: WatchdogConfig, nccl: bool = False
-    ) -> None:
+    def __init__(self, attempt: AttemptDir, node: str, config: WatchdogConfig) -> None:
         self._attempt = attempt
-        self._nccl = nccl
         self._node = node
         # A heartbeat must be younger than a fraction of the limits, however short these are.
         # The least between two writes to the shared file system.
@@ -320,8 +315,7 @@ class Heartbeats:
         paths = {PHASE_FILE: self._file(rank), STACKS_FILE: self._file(f"{rank}.stacks")}
         if self._run_copy is not None:
             paths[RUN_COPY] = self._run_copy.path
-        variables = {name: str(path) for name, path in paths.items()}
-        return variables | recorder_variables(self.folder, os.environ, self._nccl)
+        return {name: str(path) for name, path in paths.items()}
 
     def copy_run(self, run: RunDir) -> None:
         """Copy the files of the run that every worker reads; each reads the run if this fails."""
@@ -384,12 +378,6 @@ class Heartbeats:
             with suppress(OSError):
                 os.close(self._heartbeat)
             self._heartbeat = None
-
-    def collect_dumps(self, since: float) -> None:
-        """Store what the node's ranks have recorded of their collectives (`collectives.py`)."""
-        if self.folder is not None:
-            variables = os.environ | recorder_variables(self.folder, os.environ)
-            collect_dumps(self._attempt, variables, since)
 
     def dump_stacks(self, running: Mapping[int, int]) -> None:
         """Have the workers (rank → process id) dump their stacks into the run directory."""

@@ -27,6 +27,7 @@ from slurmllm.core.config.variables import mask
 from slurmllm.core.errors import EXIT_REQUEUE, NodeError, SlurmllmError, StorageError
 from slurmllm.core.format import format_duration
 from slurmllm.core.log import setup_logging
+from slurmllm.core.run.flight_recorder import recorder_variables
 from slurmllm.core.run.host_memory import count_oom_kills
 from slurmllm.core.run.records import AttemptRecord, ByRank, FailureRecord, NodeRecord
 from slurmllm.core.run.rundir import RunDir, Stage
@@ -37,7 +38,7 @@ from slurmllm.core.slurm.error_texts import StopCheck
 from slurmllm.core.slurm.setup import Variables
 from slurmllm.launch.graphs.reuse import sharing, threads_of
 from slurmllm.launch.supervise.classify import is_echo
-from slurmllm.launch.supervise.collectives import query_ras
+from slurmllm.launch.supervise.collectives import collect_dumps, query_ras
 from slurmllm.launch.supervise.rank_logs import RankLogs
 from slurmllm.launch.supervise.watchdog import Heartbeats
 from slurmllm.plan.mesh import Mesh, load_mesh
@@ -145,8 +146,7 @@ class Workers:
 
     def start(self) -> None:
         per_node = self.config.workers_per_node
-        cuda = self.config.cluster.device == "cuda"
-        self.heartbeats = Heartbeats(self.attempt, self.node, self.config.recipe.watchdog, cuda)
+        self.heartbeats = Heartbeats(self.attempt, self.node, self.config.recipe.watchdog)
         self.start_services(self.heartbeats, per_node)
         mesh = load_mesh(self.run.plan)
         for local_rank in range(per_node):
@@ -197,6 +197,9 @@ class Workers:
         record = self.record
         if self.watched:
             heartbeats.copy_run(self.run)
+            if heartbeats.folder is not None:
+                cuda = self.config.cluster.device == "cuda"
+                self.variables |= recorder_variables(heartbeats.folder, os.environ, cuda)
         if record.world_size == 1:
             return
         if heartbeats.folder is None:
@@ -307,7 +310,7 @@ class Workers:
         if hang_found:
             if self.node_rank == 0:
                 query_ras(self.attempt)
-            self.heartbeats.collect_dumps(self.record.started_at)
+            self.collect_dumps()
             self.dump_stacks(self.heartbeats)
             # Wait for the other nodes' stacks: a worker that loses a peer no longer hangs.
             folder = self.attempt.stacks(0).parent
@@ -319,6 +322,10 @@ class Workers:
                 time.sleep(0.5)
             return True
         return superseded
+
+    def collect_dumps(self) -> None:
+        """Store what the ranks recorded of their collectives, also before a time-out."""
+        collect_dumps(self.attempt, {**os.environ, **self.variables}, self.record.started_at)
 
     def dump_stacks(self, heartbeats: Heartbeats) -> None:
         heartbeats.dump_stacks(self.pids())
@@ -364,9 +371,8 @@ class Workers:
                 raise
             failed = self.wait()
             self.record_failures()
-            if failed and self.watched and self.heartbeats is not None:
-                # Of a time-out, unless they are those of a hang that was found first.
-                self.heartbeats.collect_dumps(self.record.started_at)
+            if failed:
+                self.collect_dumps()
             self.save_with_retries()
         finally:
             if self.relay is not None:
