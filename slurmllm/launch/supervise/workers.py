@@ -147,6 +147,10 @@ class Workers:
     def start(self) -> None:
         per_node = self.config.workers_per_node
         self.heartbeats = Heartbeats(self.attempt, self.node, self.config.recipe.watchdog)
+        folder = self.heartbeats.folder
+        if self.watched and folder is not None:
+            cuda = self.config.cluster.device == "cuda"
+            self.variables |= recorder_variables(folder, os.environ, cuda)
         self.start_services(self.heartbeats, per_node)
         mesh = load_mesh(self.run.plan)
         for local_rank in range(per_node):
@@ -197,9 +201,6 @@ class Workers:
         record = self.record
         if self.watched:
             heartbeats.copy_run(self.run)
-            if heartbeats.folder is not None:
-                cuda = self.config.cluster.device == "cuda"
-                self.variables |= recorder_variables(heartbeats.folder, os.environ, cuda)
         if record.world_size == 1:
             return
         if heartbeats.folder is None:
