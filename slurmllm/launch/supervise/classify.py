@@ -21,6 +21,7 @@ from slurmllm.core.errors import (
     StorageError,
 )
 from slurmllm.core.format import format_ranks
+from slurmllm.core.log import message_of
 from slurmllm.core.run.error_patterns import (
     ENDINGS,
     Meaning,
@@ -262,10 +263,13 @@ def _worker_endings(evidence: Evidence) -> _Rows:
     for exit_code, ending_class in _EXITS.items():
         for rank, code, name in failed:
             if code == exit_code:
-                yield Ending(
-                    ending_class,
-                    (f"rank {rank} on {name} ended with exit code {code} and could not write why",),
+                reason = (
+                    f"rank {rank} on {name} ended with exit code {code} and could not write why"
                 )
+                cause = cause_line(evidence.log_tails.get(rank, ()))
+                if cause is not None and ENDINGS[cause[1]][0] == ending_class:
+                    reason += f"; its log: {message_of(cause[0]).strip()[:400]}"
+                yield Ending(ending_class, (reason,))
     yield _launcher_error(evidence)
     yield _by_workers(evidence, [worker for worker in failed if worker.code < 0])
     if evidence.overran_s is not None:

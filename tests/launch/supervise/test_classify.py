@@ -337,6 +337,11 @@ BY_ENDING: dict[EndingClass, dict[str, tuple[Evidence, str]]] = {
         "storage by the exit code alone": row(
             "rank 1 on n2 ended with exit code 4 and could not write why", both(3, 4)
         ),
+        "storage by the exit code, a quota by the log": row(
+            "could not write why; its log: cannot save step 4: Disk quota exceeded",
+            both(0, 4),
+            log_tails={1: ["step 4", "cannot save step 4: Disk quota exceeded", "bye"]},
+        ),
         "storage by the exit code, the other node cannot even record that": row(
             "rank 0 on n1", only(4)
         ),
