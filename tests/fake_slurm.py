@@ -38,6 +38,10 @@ class _Job:
         return client.AccountingRow(self.job_id, state, "0:0", ",".join(self.nodes), "", "")
 
 
+def _of_script(script: str) -> list[str]:
+    return re.findall(r"^#SBATCH --exclude=(\S+)", script, re.MULTILINE)
+
+
 class FakeSlurm(client.SlurmClient):
     """A cluster that a test controls.
 
@@ -88,7 +92,7 @@ class FakeSlurm(client.SlurmClient):
         self,
         script: str,
         after_ok: str | None = None,
-        exclude: str = "",
+        exclude: Sequence[str] = (),
         requeue: bool = True,
         after: str | None = None,
         name: str | None = None,
@@ -99,17 +103,19 @@ class FakeSlurm(client.SlurmClient):
         job_id = str(next(self._ids))
         self.jobs[job_id] = job = _Job(job_id, script, after_ok)
         job.after, job.name, job.may_requeue = after, name, requeue
-        job.excluded = self._in_slurm_conf(exclude.split(",") if exclude else [])
+        job.excluded = self._in_slurm_conf([*_of_script(script), *exclude])
         return job_id
 
     def _in_slurm_conf(self, nodes: Sequence[str]) -> tuple[str, ...]:
-        """As `SlurmClient` does after Slurm's refusal; names of lists stay lists."""
-        return tuple(n for n in nodes if {*self.hostnames(n)} & {*self.states})
+        """As `SlurmClient` does after Slurm's refusal."""
+        names = dict.fromkeys(name for listed in nodes for name in self.hostnames(listed))
+        return tuple(name for name in names if name in self.states)
 
     def can_start(self, script: str, exclude: Sequence[str]) -> bool:
         count = _Job("", script, None).wanted_nodes
         match = re.search(r"^#SBATCH --constraint=(\w+)$", script, re.MULTILINE)
-        names = [name for nodes in exclude for name in self.hostnames(nodes)]
+        lists = [*_of_script(script), *exclude]
+        names = [name for nodes in lists for name in self.hostnames(nodes)]
         usable = (
             name
             for name, state in self.states.items()

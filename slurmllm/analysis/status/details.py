@@ -7,6 +7,7 @@ workers that only lost a peer are echoes, used if there is nothing else.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -209,11 +210,10 @@ def excluded_nodes(
     run: RunDir, attempts: Sequence[AttemptRecord]
 ) -> tuple[tuple[ExcludedNode, ...], tuple[ExcludedNode, ...]]:
     """Return the excluded nodes, and those that the newest attempt uses all the same."""
-    recorded = excluded(run)
-    used: list[ExcludedNode] = []
+    recorded, used = excluded(run), list[ExcludedNode]()
     for last in attempts[-1:]:  # begun since, or training there since before
-        trained = [node for node in recorded if node.node in last.nodes]
-        used = [n for n in trained if last.started_at > n.since or last.ended_at is None]
+        since = math.inf if last.ended_at is None else last.started_at
+        used = [node for node in recorded if node.node in last.nodes and node.since < since]
     return tuple(node for node in recorded if node not in used), tuple(used)
 
 

@@ -206,7 +206,7 @@ class SlurmClient:
         self,
         script: str,
         after_ok: str | None = None,
-        exclude: str = "",
+        exclude: Sequence[str] = (),
         requeue: bool = True,
         after: str | None = None,
         name: str | None = None,
@@ -216,7 +216,7 @@ class SlurmClient:
 
         Args:
             after_ok: A job whose success the new job waits for.
-            exclude: Nodes, in place of those of the script. Of both, nodes that are not in
+            exclude: Nodes, in addition to those of the script. Of both, nodes that are not in
                 slurm.conf are left out.
             requeue: Whether the job may be requeued, if the script has --requeue.
             after: A job whose end, of any kind, the new job waits for; the new one finds it in
@@ -231,7 +231,8 @@ class SlurmClient:
         depends = [f"afterok:{after_ok}"] if after_ok else []
         depends += [f"afterany:{after}"] if after else []
         depends += ["singleton"] if name else []
-        options = [f"--dependency={','.join(depends)}"] if depends else []
+        options = ["--parsable"]
+        options += [f"--dependency={','.join(depends)}"] if depends else []
         options += [f"--job-name={name}"] if name else []
         options += [] if requeue else ["--no-requeue"]
         # sbatch hands its environment to the job.
@@ -239,15 +240,8 @@ class SlurmClient:
         # Not in the job's comment, which sites give a meaning of their own.
         token = f"# submission {os.urandom(8).hex()}"
         content = f"{script.rstrip()}\n{token}\n"
-        command = ["sbatch", "--parsable", *options]
-
-        def sbatch(nodes: str) -> str:
-            option = [f"--exclude={nodes}"] if names else []
-            return _run([*command, *option], input=content, env=environment, umask=umask)
-
-        names = [exclude] if exclude else _EXCLUDE.findall(script)
         try:
-            output = self._excluding(names, sbatch)
+            output = self._sbatch(content, exclude, *options, env=environment, umask=umask)
             job_id = output.strip().rpartition("\n")[2].partition(";")[0]
             if not job_id.isdigit():
                 raise UnansweredError(f"sbatch printed {output!r} instead of a job id")
@@ -278,27 +272,29 @@ class SlurmClient:
         raise SlurmError(f"{unanswered}; {absent}; later, {fix}")
 
     def can_start(self, script: str, exclude: Sequence[str]) -> bool:
-        """Return whether a job could start, now or later, without `exclude` (sbatch --test-only).
+        """Return whether a job could start, now or later, without more nodes (sbatch --test-only).
 
         Slurm itself counts the nodes that the job may use: partitions, features, reservation,
         GRES, states. True too if it refuses the test for another reason than its nodes, such as a
         limit on submitted jobs.
         """
-
-        names = [*exclude] or _EXCLUDE.findall(script)
-        environment = slurm_environment()
-
-        def test(nodes: str) -> str:
-            option = [f"--exclude={nodes}"] if names else []
-            return _run(["sbatch", "--test-only", *option], input=script, env=environment)
-
         try:
-            self._excluding(names, test)
+            self._sbatch(script, exclude, "--test-only")
         except SlurmError as error:
             if _is_unreachable(error):
                 raise
             return not _NO_NODES.search(str(error))
         return True
+
+    def _sbatch(self, script: str, exclude: Sequence[str], *options: str, **of_run: Any) -> str:
+        # Slurm takes the last list alone.
+        names = list(dict.fromkeys([*_EXCLUDE.findall(script), *exclude]))
+
+        def sbatch(nodes: str) -> str:
+            option = [f"--exclude={nodes}"] if names else []
+            return _run(["sbatch", *options, *option], input=script, **of_run)
+
+        return self._excluding(names, sbatch)
 
     def _excluding(self, nodes: Sequence[str], call: Callable[[str], str]) -> str:
         """Call with nodes to exclude; if one is not in slurm.conf (any more), again without it."""
@@ -307,11 +303,7 @@ class SlurmClient:
         except SlurmError as error:
             if not nodes or _UNKNOWN_NODE not in str(error):
                 raise
-            try:
-                states = self.node_states()
-                names = self.hostnames(",".join(nodes))
-            except SlurmError:
-                raise error from None
+        states, names = self.node_states(), self.hostnames(",".join(nodes))
         log.warning("not in slurm.conf: %s", " ".join(n for n in names if n not in states))
         return call(",".join(name for name in names if name in states))
 

@@ -111,7 +111,7 @@ class SubmittedRun:
                 "environment": [{"name": name, **v._asdict()} for name, v in variables.items()],
                 "backend_arguments": backend.arguments(config, prepared.mesh),
                 "refusals": prepared.refusals,
-                "excluded": [*prepared.excluded],
+                "excluded": prepared.excluded,
                 **({} if command is None else {"command": command}),
                 "planner": planner,
             }
@@ -120,7 +120,7 @@ class SubmittedRun:
         if not self.sent.local:
             result = {"jobs": jobs, "mesh": prepared.mesh_json()}
         result = {"run": run.name, "run_dir": str(run.path), **result}
-        result |= {"graphs_from": prepared.graphs_from, "excluded": [*prepared.excluded]}
+        result |= {"graphs_from": prepared.graphs_from, "excluded": prepared.excluded}
         return {**result, "planner": planner}
 
 
@@ -276,13 +276,10 @@ def _sbatch(
     prepared: PreparedRun, stage: Stage, submission: Submission, client: SlurmClient
 ) -> str:
     """Submit the script of a stage after the jobs of the stages before; returns the job id."""
-    excluded = [*prepared.excluded]
-    if excluded and (exclude := prepared.config.recipe.slurm.exclude):
-        excluded.insert(0, exclude)
     try:
         return client.submit(
             prepared.scripts[stage],
-            exclude=",".join(excluded),
+            exclude=prepared.excluded,
             after_ok=submission.precompile_job,
             requeue=submission.restart == "requeue",
             name=submission.lane if stage == "train" else None,

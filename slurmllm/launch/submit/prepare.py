@@ -49,8 +49,7 @@ from slurmllm.launch.submit.run_folder import (
     remove_unsubmitted,
     require_own,
 )
-from slurmllm.launch.supervise.exclusion import excluded, nodes_to_avoid
-from slurmllm.launch.supervise.site_nodes import site_exclusions
+from slurmllm.launch.supervise.exclusion import excluded_names, nodes_to_avoid
 from slurmllm.launch.supervise.trainer_command import command_line, command_values
 from slurmllm.plan.mesh import (
     Mesh,
@@ -108,7 +107,7 @@ class PreparedRun:
     scripts: dict[Stage, str]  # text of each stage's batch script
     # Nodes, in addition to `slurm.exclude`; not in the scripts: they are excluded for a time only.
     excluded: Sequence[str] = ()
-    site_excluded: Sequence[str] = ()  # by the site's records: some of `excluded`, and others
+    needed: Sequence[str] = ()  # excluded ones without which the jobs could not start
     fit: FitCheck | None = None  # the planner's prediction; None if there is none
     warnings: Sequence[str] = ()  # why it may be slow, start late or on unequal nodes
     # After a dry run: why `submit` would refuse the run, and why it cannot start, which is raised
@@ -150,14 +149,11 @@ class PreparedRun:
     @property
     def exclusion_lines(self) -> list[str]:
         """The excluded nodes, and those that would be if the jobs could start without them."""
-        excluded = {*self.excluded}
-        site = {*self.site_excluded}
-        names = {
-            "excluded: {}, which failed the run; see status": excluded - site,
-            "excluded: {}; `slurmllm nodes` shows why": excluded & site,
-            "not excluded: {}: the job needs it; see `slurmllm nodes`": site - excluded,
+        lines = {
+            "excluded: {}; `slurmllm nodes` shows why": self.excluded,
+            "not excluded: {}: the job needs it; see `slurmllm nodes`": self.needed,
         }
-        return [line.format(" ".join(sorted(nodes))) for line, nodes in names.items() if nodes]
+        return [line.format(" ".join(names)) for line, names in lines.items() if names]
 
     @property
     def refusals(self) -> list[str]:
@@ -170,15 +166,11 @@ def avoid_excluded(prepared: PreparedRun, request: RunRequest) -> PreparedRun:
 
     Raises a SlurmError if slurmctld is unreachable, a StorageError if the run's record is damaged.
     """
-    client = request.slurm
-    if client is None:
+    if request.slurm is None:
         return prepared
-    failed = [] if request.run is None else [n.node for n in reversed(excluded(request.run))]
-    records = site_exclusions(client, prepared.config, request.root, request.run)
-    site = [record.node for record in records if record.node not in failed]
-    exclude = prepared.config.recipe.slurm.exclude
-    names = nodes_to_avoid(client, prepared.scripts["train"], (), [*failed, *site], exclude)
-    return replace(prepared, excluded=names, site_excluded=site)
+    known = excluded_names(request.slurm, prepared.run, prepared.config, request.root)
+    names = nodes_to_avoid(request.slurm, prepared.scripts["train"], (), known)
+    return replace(prepared, excluded=names, needed=[n for n in known if n not in names])
 
 
 def check_mode(local: bool, options: Settings) -> None:

@@ -195,10 +195,9 @@ def _prepare_runs(
 ) -> tuple[list[PreparedRun], list[PreparedRun]]:
     """Return the prepared runs, and those that compile the graphs of several."""
     request = replace(request, folder=sweep.path, find_graphs=False)
-    runs = []
+    runs = list[PreparedRun]()
     graphs: dict[object, PreparedRun] = {}
     checked = None  # the limits of equal jobs are compared once: it takes commands of Slurm
-    avoided: dict[str, Any] = {}
     for case, config in zip(record.cases, configs, strict=True):
         job = (config.recipe.slurm, config.cluster)
         client = None if job == checked else request.slurm
@@ -207,9 +206,8 @@ def _prepare_runs(
             run = prepare(replace(request, config=config, name=case.run, slurm=client))
         except ConfigError as error:
             raise ConfigError(f"{case.run}: {error.title}", error.faults) from error
-        if client is not None:
-            avoided = {"excluded": run.excluded, "site_excluded": run.site_excluded}
-        run = replace(run, **avoided)
+        if client is None and runs:
+            run = replace(run, excluded=runs[-1].excluded, needed=runs[-1].needed)
         if not run.compiles:
             runs.append(run)
             continue

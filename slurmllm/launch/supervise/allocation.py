@@ -157,8 +157,8 @@ class SlurmAllocation(Allocation):
         left = [name for name in self.all_nodes if name not in without]
         if len(left) < count or left[0] != self.all_nodes[0]:
             return ()
-        chosen = sorted(left, key=lambda name: name in avoid and name != left[0])[:count]
-        return tuple(name for name in left if name in chosen)  # in Slurm's order
+        chosen = [left[0], *sorted(left[1:], key=avoid.__contains__)][:count]
+        return tuple(filter(chosen.__contains__, left))  # in Slurm's order
 
     def give_up(self, lost: Collection[str]) -> None:
         """Release lost nodes, so that Slurm does not end the job when it marks them as down.

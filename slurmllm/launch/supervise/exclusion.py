@@ -10,6 +10,7 @@ import re
 import time
 from collections.abc import Mapping, Sequence
 from functools import partial
+from pathlib import Path
 
 from slurmllm.core.config.load import load
 from slurmllm.core.config.resolve import RunConfig
@@ -35,7 +36,6 @@ from slurmllm.launch.supervise.policy import (
     exclusion_hours,
     failing_nodes,
     lines_about,
-    site_hours,
 )
 from slurmllm.launch.supervise.site_nodes import (
     add_record,
@@ -65,11 +65,17 @@ def excluded(run: RunDir) -> list[ExcludedNode]:
     return []
 
 
-def excluded_names(client: SlurmClient, run: RunDir, config: RunConfig) -> list[str]:
-    """Return the nodes that a run's next job avoids: its own, the latest first, then the site's."""
+def excluded_names(
+    client: SlurmClient, run: RunDir, config: RunConfig, root: Path | None = None
+) -> list[str]:
+    """Return the nodes that a run's next job avoids: its own, the latest first, then the site's.
+
+    `root`: of a run whose sweep is not recorded yet.
+    """
     names = [node.node for node in reversed(excluded(run))]
-    site = site_exclusions(client, config, root_of(run), run)
-    return list(dict.fromkeys([*names, *(record.node for record in site)]))
+    return list(
+        dict.fromkeys([*names, *site_exclusions(client, config, root or root_of(run), run)])
+    )
 
 
 def failing(
@@ -85,12 +91,15 @@ def failing(
         [a for a in attempts if (a.stage, a.attempt) != (record.stage, record.attempt)],
         _proven(run, closed, allocation),
     )
-    for name, fault in faults.items():
-        if fault.evidence == "check" and (
-            health := NodeHealth.find(closed.files(run).health(name))
-        ):
-            faults[name] = fault._replace(checks=tuple(f.check for f in health.of("fail")))
+    checked = [name for name, fault in faults.items() if fault.evidence == "check"]
+    for name in checked:
+        checks = tuple(f.check for f in _health(closed, run, name).of("fail"))
+        faults[name] = faults[name]._replace(checks=checks)
     return faults
+
+
+def _health(record: AttemptRecord, run: RunDir, node: str) -> NodeHealth:
+    return NodeHealth.find(record.files(run).health(node)) or NodeHealth(node=node)
 
 
 def slow_nodes(run: RunDir, record: AttemptRecord) -> dict[str, NodeFault]:
@@ -105,20 +114,18 @@ def _proven(
     run: RunDir, closed: AttemptRecord, allocation: SlurmAllocation
 ) -> dict[str, NodeEvidence]:
     """Return the evidence against the blamed nodes of an attempt that is about the node itself."""
-    paths = closed.files(run)
     broken = {f.node for f in failure_records(run, closed) if device_fault(f)}
     reported = node_records(run, closed, closed.blamed_nodes)
     failed = failed_nodes(allocation) or ()
     proven: dict[str, NodeEvidence] = {}
     silent = []
     for name in closed.blamed_nodes:
-        health = NodeHealth.find(paths.health(name)) or NodeHealth(node=name)
         lines = lines_about(closed.evidence, name)
         if name in broken or any(matches(line, "device") for line in lines):
             proven[name] = "hardware"
         elif name in failed:
             proven[name] = "slurm"
-        elif any(finding.check != "answer" for finding in health.of("fail")):
+        elif any(finding.check != "answer" for finding in _health(closed, run, name).of("fail")):
             proven[name] = "check"
         elif name in allocation.all_nodes[1:] and not reported_all(reported.get(name)):
             silent.append(name)
@@ -154,35 +161,24 @@ def exclude_failed(
 
     On a `cluster` of that name they count for the site's other runs too, but for what a drill did.
     """
-    if not failing:
-        return []
     longest = load(run.config).recipe.slurm.exclude_hours
     now = time.time()
     record = ExcludedNodes.find(run.excluded) or ExcludedNodes()
     before = {node.node: node for node in record.nodes}
-    new = []
-    for name, (evidence, reason, checks) in failing.items():
-        count = 1 + (before[name].exclusions if name in before else 0)
-        new.append(
-            ExcludedNode(
-                node=name,
-                reason=reason[:2000],
-                evidence=evidence,
-                exclusions=count,
-                since=now,
-                until=now + exclusion_hours(count, longest) * HOUR_S,
-                cluster=cluster,
-                checks=checks,
-            )
+    new, site = [], []
+    for name, fault in failing.items():
+        count = 1 + (before.pop(name).exclusions if name in before else 0)
+        own, others = exclusion_hours(fault.evidence, count, longest)
+        fields = fault._asdict() | {"node": name, "since": now, "cluster": cluster}
+        new.append(ExcludedNode(**fields, exclusions=count, until=now + own * HOUR_S))
+        site.append(
+            SiteNodeRecord(**fields, kind="excluded", run=run.name, until=now + others * HOUR_S)
         )
-    left = (node for name, node in before.items() if name not in failing)
-    record.model_copy(update={"nodes": (*left, *new)}).save(run.excluded)
+    record.model_copy(update={"nodes": (*before.values(), *new)}).save(run.excluded)
     if cluster and longest and not run.drill.exists():
-        for node in new:
-            until = now + site_hours(node, longest) * HOUR_S
-            fields = {**node.model_dump(), "kind": "excluded", "run": run.name, "until": until}
+        for node in site:
             try:
-                add_record(root_of(run), SiteNodeRecord.model_validate(fields), str(run.path))
+                add_record(root_of(run), node, str(run.path))
             except StorageError as error:
                 log.warning("the exclusion of %s is not for other runs: %s", node.node, error)
     return new
@@ -239,7 +235,7 @@ def excluded_by_jobs(client: SlurmClient, jobs: Sequence[str]) -> dict[str, list
 def to_avoid(client: SlurmClient, run: RunDir, script: str, config: RunConfig) -> list[str]:
     """Return the excluded nodes without which a run's next job can start."""
     before = excluded_names(client, run, config)
-    return nodes_to_avoid(client, script, (), before, config.recipe.slurm.exclude)
+    return nodes_to_avoid(client, script, (), before)
 
 
 def usable(state: str) -> bool:
@@ -283,7 +279,6 @@ def nodes_to_avoid(
     script: str,
     lost: Sequence[str],
     excluded_before: Sequence[str],
-    exclude: str | None = None,
     job_id: str | None = None,
 ) -> list[str]:
     """Return the nodes to exclude: as many of those lost, and excluded before, as possible.
@@ -294,8 +289,7 @@ def nodes_to_avoid(
     """
     candidates = list(dict.fromkeys([*lost, *excluded_before]))
     for count in range(len(candidates), max(len(lost), 1) - 1, -1):
-        avoid = [*([exclude] if exclude else []), *candidates[:count]]
-        if retry_unreachable(partial(client.can_start, script, avoid)):
+        if retry_unreachable(partial(client.can_start, script, candidates[:count])):
             return sorted(candidates[:count])
     if not lost:
         return []
@@ -313,20 +307,11 @@ def nodes_to_avoid(
     return []
 
 
-def requeue(
-    client: SlurmClient,
-    job_id: str,
-    avoid: Sequence[str],
-    excluded: str | None,
-    avoided_before: bool = False,
-    backoff_s: float = 0.0,
-) -> None:
-    """Requeue this process's job, away from some nodes, in `backoff_s` seconds or later.
+def requeue(client: SlurmClient, job_id: str) -> None:
+    """Requeue this process's job; the caller must ignore the SIGTERM that comes with it.
 
-    Slurm refuses a new ExcNodeList or start time while the job runs and accepts them once the
-    requeue has begun; the caller must ignore the SIGTERM that comes with it. `excluded` is the
-    recipe's exclusion, which the new list replaces; `avoided_before`: the job may have a list
-    already. Raises a SlurmError if Slurm refuses, or does not respond for some minutes.
+    Slurm takes a new ExcNodeList or start time of it from then on. Raises a SlurmError if Slurm
+    refuses, or does not respond for some minutes.
     """
     try:
         retry_unreachable(lambda: client.requeue(job_id))
@@ -335,11 +320,10 @@ def requeue(
         if "pending" not in str(error):
             raise
         log.info("job %s: Slurm has already requeued it", job_id)
-    if avoid or avoided_before:
-        names = [*([excluded] if excluded else []), *avoid]
-        retry_unreachable(lambda: client.exclude(job_id, names))
-    if avoid:
-        log.info("job %s excludes %s from now on", job_id, " ".join(avoid))
-    if backoff_s:
-        retry_unreachable(lambda: client.delay(job_id, backoff_s))
-        log.info("job %s waits at least %.0f s", job_id, backoff_s)
+
+
+def delay(client: SlurmClient, job_id: str, seconds: float) -> None:
+    """Let a pending job start in some seconds or later."""
+    if seconds:
+        retry_unreachable(lambda: client.delay(job_id, seconds))
+        log.info("job %s waits at least %.0f s", job_id, seconds)

@@ -26,6 +26,7 @@ from slurmllm.launch.supervise.allocation import Allocation, SlurmAllocation
 from slurmllm.launch.supervise.attempts import log_attempt
 from slurmllm.launch.supervise.classify import Ending
 from slurmllm.launch.supervise.exclusion import (
+    delay,
     excluded_names,
     nodes_to_avoid,
     requeue,
@@ -54,8 +55,14 @@ class NextJob:
     _leaving: threading.Event = field(default_factory=threading.Event)
     _ahead: threading.Thread | None = None
 
-    def __post_init__(self) -> None:
-        self._excluded = self.config.recipe.slurm.exclude
+    @property
+    def _job(self) -> SlurmAllocation:
+        assert isinstance(self.allocation, SlurmAllocation)
+        return self.allocation
+
+    @property
+    def chained(self) -> bool:
+        return self.stage == "train" and restart_of(self.run, self.allocation) == "chain"
 
     def submit_ahead(self) -> None:
         """Submit the successor of this job if the site refuses requeues, if need be in a thread."""
@@ -76,27 +83,18 @@ class NextJob:
             pass
 
     def _submit_successor(self) -> bool:
-        assert isinstance(self.allocation, SlurmAllocation)
         try:
-            script = self._script("train")
-            ensure_successor(
-                self.run,
-                self.allocation,
-                script,
-                self._with_recipes(to_avoid(self.allocation.client, self.run, script, self.config)),
-            )
+            ensure_successor(self.run, self._job, self._script("train"), self._avoided_by_train())
         except SlurmllmError as error:
             log.warning("no successor job yet, tried again in %.0f s: %s", AHEAD_S, error)
             return False
         return True
 
-    @property
-    def chained(self) -> bool:
-        return self.stage == "train" and restart_of(self.run, self.allocation) == "chain"
+    def _script(self, stage: Stage) -> str:
+        return script_of(self.run, stage, self.config.cluster.trusted_group)
 
-    def _with_recipes(self, avoid: Sequence[str]) -> list[str]:
-        """Add the recipe's exclusion to some nodes; if empty, the script's list applies."""
-        return [*([self._excluded] if self._excluded and avoid else []), *avoid]
+    def _avoided_by_train(self) -> list[str]:
+        return to_avoid(self._job.client, self.run, self._script("train"), self.config)
 
     def replace(self, avoid: Sequence[str] = (), lost: bool = True) -> None:
         """Submit this job once more, as another job, and with it what depends on it.
@@ -104,158 +102,137 @@ class NextJob:
         Slurmd remembers the job of a `lost` start as running: it refuses its next start, for which
         Slurm drains the node and holds the job. `avoid`: nodes to exclude.
         """
-        assert isinstance(self.allocation, SlurmAllocation)
-        client = self.allocation.client
-        this_job = self.allocation.job_id
+        client = self._job.client
         stages = STAGES[STAGES.index(self.stage) :]
         try:
             with locked(self.run, "supervise"):
                 last = JobsRecord.last_of(self.run)
-                old = {s: getattr(last, f"{s}_job") for s in stages}
-                if old[self.stage] != this_job:
+                old = {
+                    name: job for name, job in last.jobs.items() if name in (*stages, "successor")
+                }
+                if old.get(self.stage) != self._job.job_id:
                     return  # resumed since
-                if lost and client.batch_job(this_job).state != "PENDING":
+                if lost and client.batch_job(self._job.job_id).state != "PENDING":
                     return  # cancelled since, or Slurm has started it elsewhere
-                requeue = last.restart == "requeue"
                 job = None
-                for stage in stages:
-                    replaced = old[stage]
-                    if replaced is None:  # a run that only compiles graphs for a sweep
-                        continue
-                    exclude = ",".join(avoid) or client.batch_job(replaced).excluded
-                    name = last.lane if stage == "train" else None
+                for stage in (stage for stage in stages if stage in old):
                     job = client.submit(
                         self._script(stage),
                         after_ok=job,
-                        exclude=exclude,
-                        requeue=requeue,
-                        name=name,
+                        exclude=avoid or client.batch_job(old[stage]).excluded.split(),
+                        requeue=last.restart == "requeue",
+                        name=last.lane if stage == "train" else None,
                     )
                     JobsRecord.change_last(self.run, **{f"{stage}_job": job})
-                    log.warning("submitted job %s in place of job %s", job, replaced)
+                    log.warning("submitted job %s in place of job %s", job, old[stage])
                 JobsRecord.change_last(self.run, successor_job=None)
-                jobs = (last.successor_job, *reversed(old.values()))
-                client.cancel([job for job in jobs if job is not None])
+                client.cancel([*reversed(old.values())])
         except SlurmllmError as error:
             name = self.run.name
             log.error("%s; `slurmllm cancel %s`, then `slurmllm resume %s`", error, name, name)
 
-    def _script(self, stage: Stage) -> str:
-        return script_of(self.run, stage, self.config.cluster.trusted_group)
-
-    def return_to_queue(
-        self, allocation: SlurmAllocation, closed: AttemptRecord, lost: Sequence[str] = ()
-    ) -> AttemptRecord:
+    def return_to_queue(self, closed: AttemptRecord, lost: Sequence[str] = ()) -> AttemptRecord:
         """Requeue the job, or leave the run to its successor; returns the record.
 
         `lost` are the attempt's nodes that cannot be used. If that is refused, the action changes:
         from requeue to chain (slurm.restart: auto), from chain to stop.
         """
-        client = allocation.client
-        slurm = self.config.recipe.slurm
+        client, job = self._job.client, self._job.job_id
+        auto = self.config.recipe.slurm.restart == "auto"
         try:
             # A second requeue would end the incarnation that runs now.
-            if was_restarted(allocation):
+            if was_restarted(self._job):
                 log_attempt(closed, "Slurm has started the job again: not requeued")
                 return closed
             before = excluded_names(client, self.run, self.config)
             if len(closed.blamed_nodes) == 1 and not gained(closed):
                 before += closed.blamed_nodes  # no evidence, but another node may be better
             # Slurm may not have noticed the loss yet and would start the job on the same nodes.
-            job = allocation.job_id
-            avoid = nodes_to_avoid(
-                client,
-                self._script(self.stage) if lost or before else "",
-                lost,
-                before,
-                self._excluded,
-                job,
-            )
+            script = self._script(self.stage) if lost or before else ""
+            avoid = nodes_to_avoid(client, script, lost, before, job)
             if closed.action == "chain":
-                return self._chain(allocation, closed, self._with_recipes(avoid))
-            may_leave = slurm.restart == "auto" and self.stage == "train"
-            if may_leave and {*lost} & {*avoid} and self._leave_nodes(allocation, closed, avoid):
+                return self._chain(closed, avoid)
+            left = auto and self.stage == "train" and {*lost} & {*avoid}
+            if left and self._leave_nodes(closed, avoid):
                 return self._changed(closed, action="chain")
             if self.stage == "precompile" and avoid:
                 # The train job depends on this one; it may not start on the same nodes either.
                 last = JobsRecord.last_of(self.run)
-                train_avoid = to_avoid(client, self.run, self._script("train"), self.config)
+                train_avoid = self._avoided_by_train()
                 if last.train_job is not None and train_avoid:
-                    client.exclude(last.train_job, self._with_recipes(train_avoid))
-            listed = retry_unreachable(lambda: client.batch_job(job)).excluded != ""
+                    self._exclude(last.train_job, train_avoid)
+            listed = retry_unreachable(lambda: client.batch_job(job)).excluded
             try:
-                requeue(client, job, avoid, slurm.exclude, listed, closed.backoff_s)
+                requeue(client, job)
             except SlurmError as error:
                 # Not after scancel: the job no longer runs then.
-                if slurm.restart != "auto" or client.batch_job(job).state != "RUNNING":
+                if not auto or client.batch_job(job).state != "RUNNING":
                     raise
                 log.warning("%s: another job continues the run", error)
-                closed = self._changed(closed, action="chain")
-                return self._chain(allocation, closed, self._with_recipes(avoid))
+                return self._chain(self._changed(closed, action="chain"), avoid)
+            if avoid or listed:
+                self._exclude(job, avoid)
+            delay(client, job, closed.backoff_s)
         except SlurmllmError as error:
             # The record has the action, but the job may end here.
             log.error("%s; if the job ends here, `slurmllm resume %s`", error, self.run.name)
         return closed
 
-    def _leave_nodes(
-        self, allocation: SlurmAllocation, closed: AttemptRecord, avoid: Sequence[str]
-    ) -> bool:
+    def _exclude(self, job: str, avoid: Sequence[str]) -> None:
+        """Exclude these nodes and the recipe's from the next start of a pending job."""
+        recipe = self.config.recipe.slurm.exclude
+        names = [*([recipe] if recipe else []), *avoid]
+        retry_unreachable(lambda: self._job.client.exclude(job, names))
+        log.info("job %s excludes %s from now on", job, " ".join(names) or "no node")
+
+    def _leave_nodes(self, closed: AttemptRecord, avoid: Sequence[str]) -> bool:
         """Submit another job, which continues the run at once; returns whether that succeeded.
 
         A requeued job would wait until Slurm has noticed the loss of a node (SlurmdTimeout), and
         then until its credential has expired (cred_expire).
         """
-        client = allocation.client
-        this_job = allocation.job_id
         recorded = False
         try:
             with locked(self.run, "supervise", LOCK_S):
                 last = JobsRecord.last_of(self.run)
-                if last.train_job != this_job or last.cancelled_at is not None or last.lane:
+                before = (*last.earlier_jobs, self._job.job_id)
+                if last.train_job != before[-1] or last.cancelled_at is not None or last.lane:
                     return False
-                exclude = ",".join(self._with_recipes(avoid))
-                job = client.submit(self._script("train"), exclude=exclude)
-                JobsRecord.change_last(
-                    self.run, train_job=job, earlier_jobs=(*last.earlier_jobs, this_job)
-                )
+                job = self._job.client.submit(self._script("train"), exclude=avoid)
+                JobsRecord.change_last(self.run, train_job=job, earlier_jobs=before)
                 recorded = True
             log.info("job %s continues the run at once, without %s", job, " ".join(avoid))
-            if closed.backoff_s:
-                client.delay(job, closed.backoff_s)
+            delay(self._job.client, job, closed.backoff_s)
         except SlurmllmError as error:
             log.warning("%s", error)
         return recorded
 
-    def _chain(
-        self, allocation: SlurmAllocation, closed: AttemptRecord, exclude: Sequence[str]
-    ) -> AttemptRecord:
+    def _chain(self, closed: AttemptRecord, avoid: Sequence[str]) -> AttemptRecord:
         """Leave the run to the successor of this job, which waits since the attempt's start."""
-        client = allocation.client
         if self.stage == "precompile":
-            self.replace(exclude, lost=False)
+            self.replace(avoid, lost=False)
             return closed
         try:
-            job = self._successor(allocation, exclude)
+            job = self._successor(avoid)
         except SlurmllmError as error:
             reason = f"no successor job: {error}; `slurmllm resume {self.run.name}` continues"
             log_attempt(closed, reason)
             return self._changed(closed, action="stop", evidence=(*closed.evidence, reason))
         try:
-            if job is not None and exclude:
-                retry_unreachable(lambda: client.exclude(job, exclude))
-                log.info("job %s excludes %s", job, " ".join(exclude))
-            if job is not None and closed.backoff_s:
-                retry_unreachable(lambda: client.delay(job, closed.backoff_s))
+            if job is not None:
+                if avoid:
+                    self._exclude(job, avoid)
+                delay(self._job.client, job, closed.backoff_s)
         except SlurmError as error:
             log.warning("job %s starts without excluded nodes or a wait: %s", job, error)
         return closed
 
-    def _successor(self, allocation: SlurmAllocation, exclude: Sequence[str]) -> str | None:
+    def _successor(self, avoid: Sequence[str]) -> str | None:
         """Make sure of the successor, against refusals for PATIENCE_S."""
         deadline = time.monotonic() + PATIENCE_S
         while True:
             try:
-                return ensure_successor(self.run, allocation, self._script("train"), exclude)
+                return ensure_successor(self.run, self._job, self._script("train"), avoid)
             except SlurmError as error:
                 if time.monotonic() > deadline:
                     raise
@@ -369,7 +346,8 @@ def requeue_unrecorded(
         if restart_mode == "chain" and stage == "train":
             ensure_successor(run, allocation, script_of(run, stage), [])
         elif not was_restarted(allocation):
-            requeue(allocation.client, allocation.job_id, [], limits.exclude, backoff_s=wait_s)
+            requeue(allocation.client, allocation.job_id)
+            delay(allocation.client, allocation.job_id, wait_s)
     else:
         time.sleep(wait_s)
     return EXIT_REQUEUE

@@ -15,7 +15,6 @@ from slurmllm.core.run.records import (
     Action,
     AttemptRecord,
     EndingClass,
-    ExcludedNode,
     NodeEvidence,
     Restart,
 )
@@ -177,7 +176,7 @@ def failing_nodes(
         last = [a for a in attempts if name in (*a.nodes, *a.blamed_nodes)][-2:]
         if name in proven:
             reason = [*lines_about(closed.evidence, name), *closed.evidence, str(closed.ending)][0]
-            failing[name] = NodeFault(proven[name], reason)
+            failing[name] = NodeFault(proven[name], reason[:2000])
         elif other_nodes and len(last) == 2 and all(name in a.blamed_nodes for a in last):
             which = ", ".join(f"{a.stage} {a.attempt}" for a in last)
             failing[name] = NodeFault("repeated", f"blamed for 2 attempts in a row: {which}")
@@ -189,20 +188,16 @@ def lines_about(lines: Sequence[str], node: str) -> list[str]:
     return [line for line in lines if names_any(line, [node])]
 
 
-def exclusion_hours(exclusions: int, longest: float) -> float:
-    """Return how long a node is excluded, the `exclusions`-th time: 1 h, 4 h, 16 h, …"""
-    return min(4.0 ** min(exclusions - 1, 20), longest)
-
-
-def site_hours(node: ExcludedNode, longest: float) -> float:
-    """Return how long other runs exclude a node that a run has excluded.
+def exclusion_hours(evidence: NodeEvidence, exclusions: int, longest: float) -> tuple[float, float]:
+    """Return how long a run, and others, exclude a node, the `exclusions`-th time: 1 h, 4 h, …
 
     A device error stays until somebody acts. What is only `repeated` or `slow` may be the fault of
     what the run does on that rank, which the next run's start there shows.
     """
-    hours = (node.until - node.since) / HOUR_S
-    short = dict.fromkeys(("repeated", "slow"), min(hours / 4, 1.0))
-    return {"hardware": longest, **short}.get(str(node.evidence), hours)
+    hours = min(4.0 ** min(exclusions - 1, 20), longest)
+    if evidence in ("repeated", "slow"):
+        return hours, min(hours / 4, 1.0)
+    return hours, longest if evidence == "hardware" else hours
 
 
 def gained(attempt: AttemptRecord) -> bool:

@@ -15,11 +15,12 @@ import stat
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from itertools import chain
 from pathlib import Path
 from typing import get_args
 
 from slurmllm.core.config.resolve import RunConfig
-from slurmllm.core.errors import SlurmError, StorageError, UserError
+from slurmllm.core.errors import SlurmError, UserError
 from slurmllm.core.format import Json
 from slurmllm.core.run.records import (
     ExcludedNode,
@@ -29,7 +30,7 @@ from slurmllm.core.run.records import (
     SiteNodeRecord,
 )
 from slurmllm.core.run.rundir import RunDir, node_records, read_all, storage_errors
-from slurmllm.core.run.safe_files import user_name
+from slurmllm.core.run.safe_files import read_limited, user_name
 from slurmllm.core.slurm.client import PartitionNode, SlurmClient
 
 # Of a partition's nodes, but one of two: more suspicions at a time are rather of what the nodes
@@ -56,12 +57,11 @@ def read_records(root: Path) -> list[SiteNodeRecord]:
 
 
 def _read(path: Path) -> SiteNodeRecord | None:
-    with suppress(OSError, StorageError):
-        info = path.lstat()
-        if info.st_size <= MAX_RECORD_BYTES:
-            record = SiteNodeRecord.load(path)
-            until = min(record.until, record.since + LONGEST_S)
-            return record.model_copy(update={"user": user_name(info.st_uid), "until": until})
+    with suppress(OSError, ValueError):
+        content = read_limited(path, MAX_RECORD_BYTES)
+        record = SiteNodeRecord.model_validate_json(content)
+        user, until = user_name(path.lstat().st_uid), min(record.until, record.since + LONGEST_S)
+        return record.model_copy(update={"user": user, "until": until})
     return None
 
 
@@ -81,23 +81,19 @@ def add_record(root: Path, record: SiteNodeRecord, source: str) -> None:
 
 
 def has_ended(exclusion: ExcludedNode, records: Iterable[SiteNodeRecord]) -> bool:
-    """Whether a later record ends an exclusion."""
-    return any(
-        record.kind == "cleared" or (record.kind == "healthy" and heals(record.checks, exclusion))
-        for record in records
-        if record.node == exclusion.node and record.since > exclusion.since
-        if exclusion.cluster in ("", record.cluster)
-    )
-
-
-def heals(passed: Collection[str], exclusion: ExcludedNode) -> bool:
-    """Whether passed checks have looked at what excluded a node.
+    """Whether a later record ends an exclusion: a user's, or checks that looked at its cause.
 
     That a node answers and passes is all that the weaker kinds of evidence question; no check
     knows what a user knows, or how fast the node trains.
     """
-    required = DEVICE_CHECKS if exclusion.evidence == "hardware" else exclusion.checks
-    return exclusion.evidence not in ("user", "slow") and {*required} <= {*passed}
+    required = {*(DEVICE_CHECKS if exclusion.evidence == "hardware" else exclusion.checks)}
+    return any(
+        record.kind == "cleared" or (record.kind == "healthy" and required <= {*record.checks})
+        for record in records
+        if record.node == exclusion.node and record.since > exclusion.since
+        if exclusion.cluster in ("", record.cluster)
+        if record.kind == "cleared" or exclusion.evidence not in ("user", "slow")
+    )
 
 
 def in_effect(records: Sequence[SiteNodeRecord], cluster: str) -> list[SiteNodeRecord]:
@@ -112,17 +108,15 @@ def in_effect(records: Sequence[SiteNodeRecord], cluster: str) -> list[SiteNodeR
 
 def within_share(
     nodes: Sequence[PartitionNode], records: Sequence[SiteNodeRecord], partition: str | None
-) -> list[SiteNodeRecord]:
+) -> list[str]:
     """Return those that a new job in a partition avoids: of its nodes, `MAX_SHARE` at most."""
     names = (partition or "").split(",")
     members = {n.name for n in nodes if (n.partition in names if partition else n.default)}
     limit = max(int(len(members) * MAX_SHARE), min(len(members) - 1, 1))
-    return [record for record in records if record.node in members][:limit]
+    return [record.node for record in records if record.node in members][:limit]
 
 
-def site_exclusions(
-    client: SlurmClient, config: RunConfig, root: Path, run: RunDir | None = None
-) -> list[SiteNodeRecord]:
+def site_exclusions(client: SlurmClient, config: RunConfig, root: Path, run: RunDir) -> list[str]:
     """Return the nodes that a run's next job avoids for the site's records, the strongest first.
 
     Without those that it includes. Empty if Slurm does not answer.
@@ -130,12 +124,13 @@ def site_exclusions(
     if not (records := read_records(root)):
         return []
     partition = os.environ.get("SLURM_JOB_PARTITION") or config.recipe.slurm.partition
-    partition = partition or config.cluster.partition
-    of_run = (ExcludedNodes.find(run.excluded) if run is not None else None) or ExcludedNodes()
-    times = of_run.included
-    records = [r for r in records if r.kind != "excluded" or times.get(r.node, 0.0) < r.since]
+    included = (ExcludedNodes.find(run.excluded) or ExcludedNodes()).included
     try:
-        effective = in_effect(records, client.cluster_name())
+        effective = in_effect(
+            [r for r in records if r.kind != "excluded" or included.get(r.node, 0.0) < r.since],
+            client.cluster_name(),
+        )
+        partition = partition or config.cluster.partition
         return within_share(client.partition_nodes(), effective, partition)
     except SlurmError as error:
         log.warning("the site's excluded nodes are not avoided: %s", error)
@@ -148,8 +143,8 @@ def site_rows(root: Path, client: SlurmClient) -> list[Json]:
         return []
     effective = in_effect(records, client.cluster_name())
     nodes = client.partition_nodes()
-    partitions = {node.partition for node in nodes}
-    avoided = {r.node for name in partitions for r in within_share(nodes, effective, name)}
+    shares = (within_share(nodes, effective, name) for name in {n.partition for n in nodes})
+    avoided = {*chain.from_iterable(shares)}
     return [
         {**record.model_dump(exclude={"kind", "exclusions"}), "avoided": record.node in avoided}
         for record in effective
@@ -173,10 +168,18 @@ def change_by_user(
         listed = " ".join(sorted(candidates)) or "none"
         raise UserError(f"{' '.join(unknown)}: not of the cluster's {kind}: {listed}")
     now = time.time()
-    fields = {"since": now, "until": now + hours * 3600.0, "cluster": cluster, "reason": reason}
-    fields |= {"kind": "excluded" if hours else "cleared", "evidence": "user"}
-    fields["user"] = user_name(os.geteuid())
-    records = [SiteNodeRecord.model_validate({"node": name, **fields}) for name in names]
+    records = [
+        SiteNodeRecord(
+            node=name,
+            kind="excluded" if hours else "cleared",
+            evidence="user",
+            reason=reason,
+            since=now,
+            until=now + hours * 3600.0,
+            cluster=cluster,
+        )
+        for name in names
+    ]
     for record in records:
         add_record(root, record, "user")
     return records
@@ -191,8 +194,9 @@ def end_by_health(
         if health is None or health.checks_s is None or health.of("fail"):
             continue
         passed = tuple(sorted({finding.check for finding in health.of("ok")}))
-        if healed := heals(passed, record):
-            update = {"kind": "healthy", "checks": passed, "since": time.time(), "run": None}
+        update = {"kind": "healthy", "checks": passed, "since": time.time(), "run": None}
+        end = record.model_copy(update=update)
+        if ended := has_ended(record, [end]):
             # Of other checks, another file: this one ends what those did not look at.
-            add_record(root, record.model_copy(update=update), f"health {passed}")
-        yield record, healed
+            add_record(root, end, f"health {passed}")
+        yield record, ended

@@ -127,9 +127,7 @@ def ensure_successor(
         job = last.successor_job if last.successor_job in jobs else next(iter(jobs), None)
         client.cancel([other for other in jobs if other != job])
         if job is None:
-            job = client.submit(
-                script, exclude=",".join(exclude), requeue=False, after=this_job, name=name
-            )
+            job = client.submit(script, exclude=exclude, requeue=False, after=this_job, name=name)
             log.info("job %s continues the run when this job ends (its successor)", job)
         JobsRecord.change_last(run, restart="chain", successor_job=job)
     return job

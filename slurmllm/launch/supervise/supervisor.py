@@ -97,8 +97,7 @@ class Supervisor:
         self.side_processes = SideProcesses(run, self.config)
         if stage == "train" and isinstance(allocation, SlurmAllocation) and allocation.requeues:
             slurm = self.config.recipe.slurm
-            used = len(allocation.nodes)
-            used -= slurm.spare_nodes
+            used = len(allocation.nodes) - slurm.spare_nodes
             if slurm.min_nodes is not None and slurm.min_nodes < used:
                 used = possible_nodes(self.config, slurm.min_nodes, used)[-1]
             avoided = self._avoided(allocation)
@@ -213,17 +212,16 @@ class Supervisor:
             return ()
         failed = self._preparation.failed_nodes
         failed.update(name for name, fault in self._failing.items() if fault.evidence != "slow")
-        avoided = self._avoided(self.allocation)
-        for left_out in (failed.union(self._failing), failed):
-            # A slow node is better than a wait in the queue.
-            if chosen := self.allocation.choose(left_out, len(record.nodes), avoided):
-                try:
-                    self.allocation.give_up(left_out)
-                except SlurmError as error:
-                    log.warning("no restart in the allocation: %s", error)
-                    return ()
-                return chosen
-        return ()
+        # A slow node is better than a wait in the queue.
+        avoided = [*self._failing, *self._avoided(self.allocation)]
+        chosen = self.allocation.choose(failed, len(record.nodes), avoided)
+        try:
+            if chosen:
+                self.allocation.give_up(failed.union(self._failing).difference(chosen))
+        except SlurmError as error:
+            log.warning("no restart in the allocation: %s", error)
+            return ()
+        return chosen
 
     def _avoided(self, allocation: SlurmAllocation) -> list[str]:
         """Return the excluded nodes of this job, which spare nodes replace as far as they can."""
@@ -334,7 +332,6 @@ class Supervisor:
             return EXIT_NEGATIVE
         if isinstance(self.allocation, SlurmAllocation) and self.allocation.requeues:
             closed = self.next_job.return_to_queue(
-                self.allocation,
                 closed,
                 [name for name, fault in self._failing.items() if fault.evidence not in SURMISED],
             )
@@ -347,17 +344,18 @@ class Supervisor:
 
     def _exclude_failed(self) -> None:
         """Record the failing nodes; with slurm.drain, drain those with broken hardware."""
-        cluster = ""
-        if self._failing and isinstance(self.allocation, SlurmAllocation):
-            with suppress(SlurmError):
-                cluster = self.allocation.client.cluster_name()
+        if not self._failing or not isinstance(self.allocation, SlurmAllocation):
+            return
+        client, cluster = self.allocation.client, ""
+        with suppress(SlurmError):
+            cluster = client.cluster_name()
         try:
             new = exclude_failed(self.run, self._failing, cluster)
         except StorageError as error:
             log.warning("%s", error)  # the requeued job's own list still excludes them
             return
-        if self.config.recipe.slurm.drain and isinstance(self.allocation, SlurmAllocation):
-            drain(self.allocation.client, new)
+        if self.config.recipe.slurm.drain:
+            drain(client, new)
 
     def _close_orphaned(self) -> AttemptRecord | None:
         """Close earlier attempts whose supervisors died; returns the last if it ended the run."""

@@ -130,7 +130,7 @@ def test_a_node_that_left_slurm_conf_is_left_out_of_lists(bench: Bench) -> None:
     script = bench.script("sleep 60").replace("#!/bin/bash\n", "#!/bin/bash\n#SBATCH --hold\n", 1)
     for exclude in ("n99", "n[1-2],n99"):
         assert bench.client.can_start(script, [exclude])
-        job = bench.client.submit(script, exclude=exclude)
+        job = bench.client.submit(script, exclude=[exclude])
         names = bench.client.hostnames(bench.client.queue([job])[job].excluded or "")
         assert names == ([] if exclude == "n99" else ["n1", "n2"])
         bench.client.exclude(job, ["n99", "n3"])
@@ -142,7 +142,7 @@ def test_a_node_that_left_slurm_conf_is_left_out_of_lists(bench: Bench) -> None:
         assert bench.client.queue([job])[job].excluded == "n4"
         bench.client.cancel([job])
         with pytest.raises(SlurmError, match="Invalid node name"):
-            bench.client.submit(script.replace("--hold", "--nodelist=n99"), exclude="n1")
+            bench.client.submit(script.replace("--hold", "--nodelist=n99"), exclude=["n1"])
 
 
 def test_a_requeued_job_can_be_made_to_wait(bench: Bench) -> None:

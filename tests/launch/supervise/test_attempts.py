@@ -30,6 +30,7 @@ from slurmllm.launch.supervise.attempt_monitor import Observations
 from slurmllm.launch.supervise.classify import Ending, Evidence
 from slurmllm.launch.supervise.evidence import gather_evidence
 from slurmllm.launch.supervise.exclusion import (
+    delay,
     failed_nodes,
     nodes_to_avoid,
     requeue,
@@ -197,12 +198,12 @@ def test_lost_nodes_are_avoided_where_others_can_take_their_place(job: Job) -> N
     assert nodes_to_avoid(cluster, "#SBATCH --nodes=4\n", [], ["n4"]) == []
     assert nodes_to_avoid(cluster, TWO, ["n2"], ["n4"]) == ["n2", "n4"]
     # As many as possible: n4 is used again, which was excluded before n3.
-    assert nodes_to_avoid(cluster, TWO, ["n2"], ["n3", "n4"], exclude="n9") == ["n2", "n3"]
+    assert nodes_to_avoid(cluster, TWO, ["n2"], ["n3", "n4"]) == ["n2", "n3"]
     cluster.features = dict.fromkeys(("n1", "n2"), "a100")
     a100 = f"{TWO}#SBATCH --constraint=a100\n"
     assert nodes_to_avoid(cluster, a100, ["n2"], [], job_id=job_id) == []  # of four idle nodes
-    requeue(cluster, job_id, ["n2", "n4"], excluded="n9")  # which is not in slurm.conf
-    assert cluster.jobs[job_id].excluded == ("n2", "n4")
+    requeue(cluster, job_id)
+    cluster.exclude(job_id, ["n2", "n4"])
     cluster.start(job_id)
     assert cluster.jobs[job_id].nodes == ("n1", "n3")
 
@@ -232,12 +233,11 @@ def test_a_log_that_cannot_be_written_is_waited_for(tmp_path: Path) -> None:
 def test_a_job_that_slurm_requeued_itself_is_no_error(job: Job) -> None:
     cluster, job_id = job
     cluster.fail_node("n2")
-    requeue(cluster, job_id, ["n2"], excluded=None)
-    assert cluster.jobs[job_id].excluded == ("n2",)
+    requeue(cluster, job_id)
+    delay(cluster, job_id, 0.0)
     assert cluster.jobs[job_id].delay_s == 0.0
-    requeue(cluster, job_id, [], excluded=None, backoff_s=60.0)
-    assert cluster.jobs[job_id].delay_s == 60.0
-    assert cluster.jobs[job_id].excluded == ("n2",)  # or the script's own list would go
+    delay(cluster, job_id, 60.0)
+    assert (cluster.jobs[job_id].state, cluster.jobs[job_id].delay_s) == ("PENDING", 60.0)
 
 
 def test_two_supervisors_never_share_a_number(run: RunDir) -> None:

@@ -155,7 +155,13 @@ def test_bad_nodes_one_after_the_other_do_not_end_a_run() -> None:
 
 
 def test_each_exclusion_takes_four_times_as_long() -> None:
-    assert [exclusion_hours(count, 24.0) for count in (1, 2, 3, 4, 999)] == [1, 4, 16, 24, 24]
+    assert [exclusion_hours("slurm", count, 24.0)[0] for count in (1, 2, 3, 4, 999)] == [
+        1,
+        4,
+        16,
+        24,
+        24,
+    ]
     assert exclusion_hours(1, 0.5) == 0.5
 
 

@@ -343,9 +343,8 @@ def test_included_nodes_are_taken_off_pending_jobs(run: RunDir) -> None:
     nodes = [ExcludedNode(node=name, reason="x", **times) for name in ("n2", "n3")]
     ExcludedNodes(nodes=tuple(nodes)).save(run.excluded)
     assert to_avoid(slurm, run, script, config) == ["n3"]  # the job needs two of three
-    config = config.with_settings("slurm", exclude="n1")
-    assert to_avoid(slurm, run, script, config) == []
-    job = slurm.submit(script, exclude="n2,n3")
+    assert to_avoid(slurm, run, f"{script}#SBATCH --exclude=n1\n", config) == []
+    job = slurm.submit(script, exclude=["n2", "n3"])
     save_submission(run, nodes=2, train_job=job)
     with pytest.raises(UserError, match="does not exclude n1; excluded nodes: n2, n3"):
         include(run, slurm, ["n1"])
@@ -354,14 +353,18 @@ def test_included_nodes_are_taken_off_pending_jobs(run: RunDir) -> None:
     assert slurm.jobs[job].excluded == ("n3",)
 
 
-def test_an_expired_list_is_taken_off_the_job(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("own", [None, "n3"])
+def test_an_expired_list_is_taken_off_the_job(
+    run: RunDir, monkeypatch: pytest.MonkeyPatch, own: str | None
+) -> None:
     slurm = FakeSlurm(("n1", "n3", "n2"))
     ExcludedNodes(nodes=(ExcludedNode(node="n2", reason="x", since=0, until=1),)).save(run.excluded)
     asked = allocation(run, slurm, monkeypatch)
     job = slurm.jobs[asked.job_id]
     job.excluded = ("n2",)
     supervisor = Supervisor(run, "train", asked)
+    supervisor.next_job.config = supervisor.config.with_settings("slurm", exclude=own)
     record = open_attempt(run, "train", load(run.config), asked)
     left = close_attempt(run, record, Ending("advance_signal", ("SIGUSR1: saved and left",)))
-    supervisor.next_job.return_to_queue(asked, left)
-    assert (job.state, job.excluded) == ("PENDING", ())
+    supervisor.next_job.return_to_queue(left)
+    assert (job.state, job.excluded) == ("PENDING", (own,) if own else ())

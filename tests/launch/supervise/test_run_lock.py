@@ -276,7 +276,7 @@ def lost(tmp_path: Path) -> Lost:
     run.script("train").parent.mkdir(parents=True)
     for stage in STAGES:
         run.script(stage).write_text(f"#!/bin/bash\n# {stage}\n")
-    precompile = cluster.submit(run.script("precompile").read_text(), exclude="n3")
+    precompile = cluster.submit(run.script("precompile").read_text(), exclude=["n3"])
     train = cluster.submit(run.script("train").read_text(), after_ok=precompile)
     cluster.exclude(train, ["n1", "n4"])
     save_submission(run, precompile_job=precompile, train_job=train)
@@ -340,7 +340,7 @@ def test_a_job_that_its_submit_did_not_live_to_record_ends_at_once(
 ) -> None:
     run, cluster = lost
     monkeypatch.setattr(run_lock, "RECORDED_S", 0.0)
-    unknown = cluster.submit(run.script("train").read_text(), exclude="n1")
+    unknown = cluster.submit(run.script("train").read_text(), exclude=["n1"])
     cluster.start(unknown)
     assert supervisor(run, cluster, "train", unknown).main() == 1
     assert run.attempts("train") == []

@@ -139,16 +139,17 @@ def test_a_share_of_the_partition_the_strongest_first(slurm: FakeSlurm, root: Pa
         add(root, f"n{number}", evidence=evidence, since=now - 100 + number)
     add(root, "n99", evidence="user")  # it has left slurm.conf
     assert names(root)[:4] == ["n99", "n7", "n6", "n5"]
-    config = load(make_run(root / "a").config)
-    assert [r.node for r in site_exclusions(slurm, config, root)] == ["n7", "n6"]  # of eight
+    run = make_run(root / "a")
+    config = load(run.config)
+    assert site_exclusions(slurm, config, root, run) == ["n7", "n6"]  # of eight
     avoided = {r["node"]: r["avoided"] for r in answer(call("nodes", "--json"))["site"]}
     assert [node for node, avoids in avoided.items() if avoids] == ["n7", "n6"]
     assert not {**avoided}["n99"]
     for count, most in ((1, 0), (2, 1), (3, 1)):
         few = FakeSlurm([f"n{7 - number}" for number in range(count)])
-        assert len(site_exclusions(few, config, root)) == most
+        assert len(site_exclusions(few, config, root, run)) == most
     slurm.config = None  # slurmctld is unreachable
-    assert site_exclusions(slurm, config, root) == []
+    assert site_exclusions(slurm, config, root, run) == []
 
 
 def test_many_writers_lose_nothing(root: Path) -> None:
