@@ -191,8 +191,6 @@ def _held_nodes(nodes: int | None, refused: Mapping[str, object]) -> tuple[str, 
 def print_warnings(prepared: PreparedRun) -> None:
     for warning in prepared.warnings:
         options.warn(warning)
-    for line in prepared.exclusion_lines:
-        options.note(line)
 
 
 def _print_scripts(prepared: PreparedRun, summary: Values) -> None:

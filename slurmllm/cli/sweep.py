@@ -96,8 +96,6 @@ def submit(
     prepared = prepare_sweep(request, cases, configs, max_running)
     for warning in dict.fromkeys(chain.from_iterable(run.warnings for run in prepared.runs)):
         options.warn(warning)
-    for line in dict.fromkeys(chain.from_iterable(run.exclusion_lines for run in prepared.runs)):
-        options.note(line)
     for run in prepared.runs:
         for refusal in chain.from_iterable(error.faults for error in run.refused):
             options.warn(f"submit would refuse {run.run.name}: {refusal}")

@@ -303,7 +303,10 @@ class SlurmClient:
         except SlurmError as error:
             if not nodes or _UNKNOWN_NODE not in str(error):
                 raise
-        states, names = self.node_states(), self.hostnames(",".join(nodes))
+            try:
+                states, names = self.node_states(), self.hostnames(",".join(nodes))
+            except SlurmError:
+                raise error from None
         log.warning("not in slurm.conf: %s", " ".join(n for n in names if n not in states))
         return call(",".join(name for name in names if name in states))
 

@@ -107,7 +107,6 @@ class PreparedRun:
     scripts: dict[Stage, str]  # text of each stage's batch script
     # Nodes, in addition to `slurm.exclude`; not in the scripts: they are excluded for a time only.
     excluded: Sequence[str] = ()
-    needed: Sequence[str] = ()  # excluded ones without which the jobs could not start
     fit: FitCheck | None = None  # the planner's prediction; None if there is none
     warnings: Sequence[str] = ()  # why it may be slow, start late or on unequal nodes
     # After a dry run: why `submit` would refuse the run, and why it cannot start, which is raised
@@ -147,15 +146,6 @@ class PreparedRun:
         return self.mesh.to_json() if self.config.recipe.worker.has_model else self.mesh.size_json()
 
     @property
-    def exclusion_lines(self) -> list[str]:
-        """The excluded nodes, and those that would be if the jobs could start without them."""
-        lines = {
-            "excluded: {}; `slurmllm nodes` shows why": self.excluded,
-            "not excluded: {}: the job needs it; see `slurmllm nodes`": self.needed,
-        }
-        return [line.format(" ".join(names)) for line, names in lines.items() if names]
-
-    @property
     def refusals(self) -> list[str]:
         """The faults of all errors of a dry run."""
         return [fault for error in (*self.refused, *self.unstartable) for fault in error.faults]
@@ -170,7 +160,12 @@ def avoid_excluded(prepared: PreparedRun, request: RunRequest) -> PreparedRun:
         return prepared
     known = excluded_names(request.slurm, prepared.run, prepared.config, request.root)
     names = nodes_to_avoid(request.slurm, prepared.scripts["train"], (), known)
-    return replace(prepared, excluded=names, needed=[n for n in known if n not in names])
+    lines = {
+        "excluded: {}; `slurmllm nodes` shows why": names,
+        "not excluded: {}: the job needs it; see `slurmllm nodes`": sorted({*known} - {*names}),
+    }
+    warnings = [line.format(" ".join(nodes)) for line, nodes in lines.items() if nodes]
+    return replace(prepared, excluded=names, warnings=[*prepared.warnings, *warnings])
 
 
 def check_mode(local: bool, options: Settings) -> None:

@@ -207,7 +207,7 @@ def _prepare_runs(
         except ConfigError as error:
             raise ConfigError(f"{case.run}: {error.title}", error.faults) from error
         if client is None and runs:
-            run = replace(run, excluded=runs[-1].excluded, needed=runs[-1].needed)
+            run = replace(run, excluded=runs[-1].excluded)
         if not run.compiles:
             runs.append(run)
             continue

@@ -215,14 +215,14 @@ def include(run: RunDir, client: SlurmClient, names: Sequence[str]) -> list[str]
         nodes=tuple(node for node in record.nodes if node.node not in names),
         included={**record.included, **dict.fromkeys(names, time.time())},
     ).save(run.excluded)
-    changed = {job: nodes for job, nodes in lists.items() if not {*names}.isdisjoint(nodes)}
-    for job, nodes in changed.items():
+    changed = [job for job, nodes in lists.items() if {*names} & {*nodes}]
+    for job in changed:
         try:
-            client.exclude(job, [name for name in nodes if name not in names])
+            client.exclude(job, [name for name in lists[job] if name not in names])
         except SlurmError as error:
             if "no longer pending" not in str(error):  # it has started meanwhile
                 raise
-    return list(changed)
+    return changed
 
 
 def excluded_by_jobs(client: SlurmClient, jobs: Sequence[str]) -> dict[str, list[str]]:

@@ -155,14 +155,11 @@ def test_bad_nodes_one_after_the_other_do_not_end_a_run() -> None:
 
 
 def test_each_exclusion_takes_four_times_as_long() -> None:
-    assert [exclusion_hours("slurm", count, 24.0)[0] for count in (1, 2, 3, 4, 999)] == [
-        1,
-        4,
-        16,
-        24,
-        24,
-    ]
-    assert exclusion_hours(1, 0.5) == 0.5
+    hours = [exclusion_hours("slurm", count, 24.0) for count in (1, 2, 3, 4, 999)]
+    assert hours == [(1, 1), (4, 4), (16, 16), (24, 24), (24, 24)]
+    assert exclusion_hours("hardware", 1, 24.0) == (1, 24)
+    assert exclusion_hours("slow", 2, 24.0) == (4, 1)
+    assert exclusion_hours("slurm", 1, 0.5) == (0.5, 0.5)
 
 
 @pytest.mark.parametrize("ending", ["node_failure", "hang"])
