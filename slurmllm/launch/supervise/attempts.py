@@ -236,11 +236,12 @@ def close_attempt(
     begin = first_attempt(run)
     diverged = closed.ending == "divergence"
     skips = SkipsRecord.of(run) if diverged else SkipsRecord()
+    back = {*(s.attempt for s in skips.skips), *(r.attempt for r in skips.rejected)}
     closed = decide(
         closed.model_copy(update=fields),
         [a for a in earlier if begin <= a.attempt < closed.attempt and a.ending],
         config.recipe,
-        rolled_back=any(e.attempt == closed.attempt for e in (*skips.skips, *skips.rejected)),
+        rolled_back=closed.attempt in back,
         started=ending.started,
         restart_mode=restart_mode,
         in_allocation=in_allocation,

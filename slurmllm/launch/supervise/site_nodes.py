@@ -13,7 +13,7 @@ import logging
 import os
 import stat
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import chain
 from pathlib import Path
@@ -87,12 +87,13 @@ def has_ended(exclusion: ExcludedNode, records: Iterable[SiteNodeRecord]) -> boo
     knows what a user knows, or how fast the node trains.
     """
     required = {*(DEVICE_CHECKS if exclusion.evidence == "hardware" else exclusion.checks)}
+    heals = exclusion.evidence not in ("user", "slow")
     return any(
-        record.kind == "cleared" or (record.kind == "healthy" and required <= {*record.checks})
+        record.kind == "cleared"
+        or (heals and record.kind == "healthy" and required <= {*record.checks})
         for record in records
         if record.node == exclusion.node and record.since > exclusion.since
         if exclusion.cluster in ("", record.cluster)
-        if record.kind == "cleared" or exclusion.evidence not in ("user", "slow")
     )
 
 
@@ -160,9 +161,11 @@ def change_by_user(
     """
     cluster = client.cluster_name()
     names = client.hostnames(",".join(lists))
-    candidates: Collection[str] = client.node_states()
-    if not hours:
-        candidates = [record.node for record in in_effect(read_records(root), cluster)]
+    candidates = (
+        {*client.node_states()}
+        if hours
+        else {r.node for r in in_effect(read_records(root), cluster)}
+    )
     if unknown := [name for name in names if name not in candidates]:
         kind = "nodes" if hours else "excluded nodes"
         listed = " ".join(sorted(candidates)) or "none"
