@@ -66,22 +66,23 @@ class Evaluator:
         records = {record.step: record for record in read_evaluations(self.run)}
         jobs = [record.job for record in records.values() if record.state == "submitted"]
         queue = self.client.queue(jobs) if self.client else {}
+        active = {job for job, queued in queue.items() if queued.active}
         cancelled = JobsRecord.last_of(self.run).cancelled_at is not None
         for step, (path, saved_at) in self._complete().items():
             record = records.get(step)
             if record is None or record.saved_at != saved_at:
                 number = 1 + sum(other < step for other in records)
                 due = number % evaluate.every == 0 or step == self.config.recipe.steps
-                record = CheckpointEvaluation.model_validate(
-                    {"step": step, "path": str(path), "saved_at": saved_at}
-                    | {"state": "due" if due else "skipped"}
+                record = records[step] = CheckpointEvaluation(
+                    step=step,
+                    path=str(path),
+                    saved_at=saved_at,
+                    state="due" if due else "skipped",
                 )
-                records[step] = save_evaluation(self.run, record)
+                save_evaluation(self.run, record)
             if record.state == "due" and not cancelled:
                 self._start(record)
-            elif record.state == "submitted" and not (
-                record.job in queue and queue[record.job].active
-            ):
+            elif record.state == "submitted" and record.job not in active:
                 self._check_result(record)
 
     def _start(self, record: CheckpointEvaluation) -> None:

@@ -18,6 +18,7 @@ from typing import NamedTuple
 from slurmllm.core.config.load import load
 from slurmllm.core.errors import ConfigError, RunError, StorageError, UserError
 from slurmllm.core.format import Json
+from slurmllm.core.run.artifact_records import CheckpointEvaluation
 from slurmllm.core.run.records import JobsRecord, Submission, SweepRecord, runs_of
 from slurmllm.core.run.rundir import RunDir, SweepDir, find_run_or_sweep, is_sweep
 from slurmllm.core.run.safe_files import os_error_text, untrusted_error, user_name
@@ -26,7 +27,7 @@ from slurmllm.launch.submit.resume import require_ended
 from slurmllm.launch.supervise.run_lock import locked
 from slurmllm.launch.supervise.run_state import is_active, process_elsewhere
 from slurmllm.train.checkpoint.foreign import command_of, list_trainer_checkpoints
-from slurmllm.train.checkpoint.holds import read_evaluations
+from slurmllm.train.checkpoint.holds import read_evaluations, save_evaluation
 
 log = logging.getLogger(__name__)
 
@@ -81,6 +82,7 @@ def _cancel(
         cases = SweepRecord.load(target.record).cases
         runs = [*runs, *(target.run(case.run) for case in cases)]
     jobs, cancelled = dict[str, RunDir](), list[CancelledJob]()
+    evaluations = dict[str, CheckpointEvaluation]()
     for run in runs:
         last = JobsRecord.of(run).last
         if last is None:
@@ -90,7 +92,7 @@ def _cancel(
         for record in read_evaluations(run):
             # Others may have written it, and name any job.
             if record.job and not untrusted_error(run.evaluating(record.step).stat()):
-                jobs[record.job] = run
+                jobs[record.job], evaluations[record.job] = run, record
         if not last.local or last.pid is None:
             jobs |= dict.fromkeys(last.own_jobs, run)
         elif is_active(run, client):
@@ -107,6 +109,9 @@ def _cancel(
         client.cancel(active)
     for run in dict.fromkeys(jobs[job] for job in active):
         _record_cancellation(run)
+    for job in evaluations.keys() & active:
+        with suppress(StorageError):  # a resume submits it again
+            save_evaluation(jobs[job], evaluations[job], state="due")
     cancelled += [CancelledJob(jobs[job].name, job, None, "cancelled") for job in active]
     return CancelledRun(target.name, tuple(cancelled))
 

@@ -25,15 +25,12 @@ def read_evaluations(run: RunDir) -> list[CheckpointEvaluation]:
     return records
 
 
-def save_evaluation(
-    run: RunDir, record: CheckpointEvaluation, **changes: Any
-) -> CheckpointEvaluation:
+def save_evaluation(run: RunDir, record: CheckpointEvaluation, **changes: Any) -> None:
     """Change and save the record of an evaluation; a new error is logged."""
     record = record.model_copy(update=changes)
     record.save(run.evaluating(record.step))
     if changes.get("error"):
         log.warning("step %d: evaluation %s: %s", record.step, record.state, record.error)
-    return record
 
 
 def held_steps(
