@@ -71,9 +71,9 @@ def _check(options: Options, partition: Partition, client: SlurmClient) -> Limit
     warnings = []
     for flag, fault in _limit_faults(options, partition, title):
         # A QOS may permit it. The job's own is known only if it is requested.
-        flags = {name: row.split(",") for name, row in client.qos_flags().items() if flag}
         qos = options.get("qos", "").lower()
-        allowing = [n for n in flags if flag in flags[n] and qos in ("", n.lower())]
+        flags = client.qos_flags().items() if flag else ()
+        allowing = [n for n, row in flags if flag in row.split(",") and qos in ("", n.lower())]
         remedy = f"{fault}, or another --partition"
         if allowing:
             warnings.append(f"{remedy}, unless the job's QOS is {' or '.join(allowing)}")
@@ -115,18 +115,19 @@ def describe_difference(nodes: Sequence[PartitionNode]) -> str:
     largest = max((node.memory_mb for node in nodes), default=0)
     kinds: dict[tuple[str, str, str], list[str]] = {}
     for node in nodes:
-        memory_mb = node.memory_mb
-        if memory_mb >= largest * 0.95:  # firmware takes some of it
-            memory_mb = largest
+        # Firmware takes some of it.
+        memory_mb = largest if node.memory_mb >= largest * 0.95 else node.memory_mb
         kind = f"{node.cpus} CPUs", f"{memory_mb / 1024:.0f} GiB", f"{count_gpus(node.gres)} GPUs"
         kinds.setdefault(kind, []).append(node.name)
-    shared = set.intersection(*map(set, kinds)) if kinds else set[str]()
+    if len(kinds) < 2:
+        return ""
+    shared = set.intersection(*map(set, kinds))
     texts: list[str] = []
     for kind, names in sorted(kinds.items(), key=lambda item: -len(item[1])):
         listed = f" ({format_names(names)})" if texts else ""
         differing = " and ".join(trait for trait in kind if trait not in shared)
         texts.append(f"{len(names)} × {differing}{listed}")
-    return f"nodes differ: {', '.join(texts)}" if len(kinds) > 1 else ""
+    return f"nodes differ: {', '.join(texts)}"
 
 
 def _node_range(options: Options) -> tuple[int, int]:

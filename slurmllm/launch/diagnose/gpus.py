@@ -29,19 +29,16 @@ _RULES = (
     (
         "device errors",
         fail,
-        r"ecc_errors/volatile/(\w*uncorrectable\w*|double_bit/total): [1-9]\d{0,9}",
-    ),
-    # NVIDIA, GPU Memory Error Management: RMA policy; "new workloads can be launched" if pending.
-    (
-        "device errors",
-        fail,
-        r".*(row_failure|threshold_exceeded|unrepairable_memory): Yes",
+        r"ecc_errors/volatile/(\w*uncorrectable\w*|double_bit/total): [1-9]\d{0,9}"
+        # NVIDIA, GPU Memory Error Management: RMA policy; if pending, "new workloads can be
+        # launched".
+        r"|.*(row_failure|threshold_exceeded|unrepairable_memory): Yes"
+        # There, "Error Recovery and Response Flags": all but `None` ask for no new processes.
+        r"|gpu_recovery_action: (GPU |Node )?(Reset|Reboot|Drain).*"
+        r"|gpu_reset_status/reset_required: Yes"
+        r"|.*: GPU (requires reset|is lost)",  # nvmlErrorString
     ),
     ("device errors", warn, r".*(row_pending|pending_retirement): Yes"),
-    # There, "Error Recovery and Response Flags": all but `None` ask for no new processes.
-    ("device errors", fail, r"gpu_recovery_action: (GPU |Node )?(Reset|Reboot|Drain).*"),
-    ("device errors", fail, r"gpu_reset_status/reset_required: Yes"),
-    ("device errors", fail, r".*: GPU (requires reset|is lost)"),  # nvmlErrorString
     # nvidia-smi(1), "Clocks Event Reasons" (before R535, "Clocks Throttle Reasons").
     ("clocks", fail, r".*_reason_hw_\w*slowdown: Active"),
     ("clocks", warn, r".*_reason_sw_thermal_slowdown: Active"),
@@ -91,7 +88,7 @@ def gpu_findings(gpus: Sequence[Gpu]) -> Findings:
         lines = "\n".join(_lines(gpu, ""))
         for check, status, rule in _RULES:
             yield ok(check, 0, 0)
-            for match in re.finditer(f"^{rule}$", lines, re.MULTILINE):
+            for match in re.finditer(f"^(?:{rule})$", lines, re.MULTILINE):
                 yield status(check, 1, 0, f"{check}: {name}: {match[0]}")
         fields = ("", "_slow_threshold", "_tlimit", "_slow_tlimit_threshold")
         now, slow, margin, offset = (_number(gpu, f"temperature/gpu_temp{f}") for f in fields)
