@@ -19,6 +19,7 @@ import psutil
 from slurmllm.core.errors import NodeError
 from slurmllm.launch.diagnose import Findings, fail, ok, skipped, warn
 from slurmllm.launch.diagnose.programs import UnknownStateError, output_of, run_program
+from slurmllm.train.backends import environment
 
 Gpu = ElementTree.Element
 # `used` is without what the driver reserves (before R510, with it: up to about 0.6 GB). A context
@@ -49,8 +50,6 @@ _RULES = (
         r"fabric/(state: (Not Started|In Progress)|health/\w+: (Degraded|True|Unhealthy))",
     ),
 )
-# The kernel's buffer may be for root only, the journal for the groups adm and systemd-journal.
-_LOG_READERS = (("dmesg",), ("journalctl", "-k", "-b", "-q", "-o", "cat", "--no-pager"))
 _LOADED = "NVRM: loading NVIDIA"  # the driver's first line: what is before it is over
 # NVIDIA, "Analyzing Xid Errors with the Xid Catalog" (R590): the immediate action is a reset, a
 # reboot or a look at the machine. Without 109, 155 and 156, which programs or requests cause too.
@@ -144,13 +143,12 @@ def xid_findings(gpus: Sequence[Gpu]) -> Findings:
 
     They fail the node unless the driver (R565 and later) says of every GPU that they are over.
     """
-    log, reason = "", "no log"
-    for command in _LOG_READERS:
-        try:
-            log = log or output_of(*command)
-        except NodeError as error:
-            reason = str(error)
-    if not log:  # journalctl prints nothing without the right to read; no kernel's log is empty
+    # The kernel's buffer may be for root only, the journal for the groups adm and systemd-journal:
+    # journalctl prints nothing without the right to read, and no kernel's log is empty.
+    log = environment.output_of("dmesg")
+    log = log or environment.output_of(*"journalctl -k -b -q -o cat --no-pager".split())
+    if not log:
+        reason = "neither dmesg nor journalctl -k shows the kernel's log to this user"
         yield skipped("Xid", "not readable", message=f"Xid: {reason}")
         return
     needs_no_reset = gpus and all(g.findtext("gpu_recovery_action") == "None" for g in gpus)

@@ -17,6 +17,7 @@ from slurmllm.core.run.records import Finding
 from slurmllm.launch.diagnose import gpus
 from slurmllm.launch.diagnose.node import device_findings, node_findings, port_findings
 from slurmllm.launch.diagnose.programs import run_program
+from slurmllm.train.backends import environment
 
 RECORDED = Path(__file__).parent / "recorded"
 Checks = Callable[..., dict[str, Finding]]
@@ -184,6 +185,7 @@ def test_a_program_that_does_not_end(
     program: Program, monkeypatch: pytest.MonkeyPatch, profile: Profile
 ) -> None:
     monkeypatch.setattr(run_program, "__kwdefaults__", {"limit_s": 0.3})
+    monkeypatch.setattr(environment, "_OUTPUT_S", 0.3)
     monkeypatch.setattr(gpus, "DIAGNOSTIC_S", 1)
     program("nvidia-smi", "exec sleep 60")
     program("dmesg", "exec sleep 60")
