@@ -127,8 +127,14 @@ def verify(ctx: click.Context, target: str, runs_dir: Path, as_json: bool) -> No
     Exit codes: 0 all sizes and checksums are correct, 4 a file is missing or damaged.
     """
     from slurmllm.train.checkpoint.catalogue import find_checkpoint, list_checkpoints, read_entry
+    from slurmllm.train.checkpoint.foreign import command_of
 
-    run = find_checkpoint(target, runs_dir)
+    run = find_checkpoint(target, runs_dir, trainers=True)
+    if isinstance(run, RunDir) and (command := command_of(run)) is not None:
+        rows = _list_trainers(run, command, True, as_json)
+        if not rows or any(row["complete"] and row["faults"] for row in rows):
+            ctx.exit(CheckpointError.exit_code)
+        return
     if isinstance(run, Path):
         entries = [read_entry(run.absolute())]
     else:
@@ -295,49 +301,42 @@ def _entry_json(entry: CheckpointEntry) -> Json:
     }
 
 
-def _list_trainers(run: RunDir, command: CommandConfig, verifying: bool, as_json: bool) -> None:
-    """List the checkpoints of another project's trainer, with the faults that are known of them."""
-    from slurmllm.launch.supervise.attempts import load_attempts
+def _list_trainers(
+    run: RunDir, command: CommandConfig, verifying: bool, as_json: bool
+) -> list[dict[str, Any]]:
+    """List the checkpoints of another project's trainer; returns those for JSON."""
     from slurmllm.train.checkpoint.foreign import list_trainer_checkpoints
     from slurmllm.train.checkpoint.verification import FULL_S, verify_checkpoint
 
-    attempts = load_attempts(run, "train")[-1:]
-    passed_over = {entry.path: entry.reason for a in attempts for entry in a.passed_over}
     rows = []
     for entry in list_trainer_checkpoints(run, command):
-        path, unverified = str(entry.path), list[str]()
-        # What has been written since is another checkpoint.
-        is_older = any(entry.changed_at <= attempt.started_at for attempt in attempts)
-        faults = [passed_over[path]] if is_older and path in passed_over else []
+        details: Json = {"path": str(entry.path), "verified": None, "faults": [], "unverified": []}
         if verifying:
-            verified = verify_checkpoint(entry.path, time.monotonic() + FULL_S, full=True)
-            faults, unverified = [*verified.faults], [*verified.unverified]
+            faults, unverified, _ = verify_checkpoint(entry.path, time.monotonic() + FULL_S, True)
+            details |= {"faults": faults, "unverified": unverified}
+            details["verified"] = not faults and not unverified
         age_s = max(time.time() - entry.changed_at, 0)
-        details = {"faults": faults, "unverified": unverified}
-        is_verified = not faults and not unverified if verifying else None
-        rows.append(
-            {**entry._asdict(), "path": path, "age_s": age_s, "verified": is_verified} | details
-        )
+        rows.append({**entry._asdict(), "age_s": age_s, **details})
     if as_json:
         options.echo_json({"run": run.name, "checkpoints": rows})
-        return
-    if not rows:
+    elif rows:
+        columns: options.Columns = {
+            "step": "step",
+            "changed": lambda row: format_age(row["age_s"]),
+            "state": _trainer_state,
+            "path": "path",
+        }
+        options.print_rows(False, "checkpoints", rows, columns, "path")
+    else:
         pattern = command.checkpoints or "not set"
         click.echo(f"run {run.name}: no checkpoint; command.checkpoints: {pattern}")
-        return
-    columns: options.Columns = {
-        "step": "step",
-        "changed": lambda row: format_age(row["age_s"]),
-        "state": _trainer_state,
-        "path": "path",
-    }
-    options.print_rows(False, "checkpoints", rows, columns, "path")
+    return rows
 
 
 def _trainer_state(row: Mapping[str, Any]) -> str:
-    if row["faults"]:
-        return f"broken: {'; '.join(row['faults'])}"
     state = "complete" if row["complete"] else "half-written"
+    if row["faults"]:  # one that is being saved is not broken
+        return f"{'broken' if row['complete'] else state}: {'; '.join(row['faults'])}"
     if row["unverified"]:
         return f"{state}, not verified: {'; '.join(row['unverified'])}"
     return f"{state}, verified" if row["verified"] else state

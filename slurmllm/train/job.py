@@ -15,7 +15,7 @@ from slurmllm.core.config.load import load
 from slurmllm.core.config.resolve import RunConfig
 from slurmllm.core.errors import ConfigError, StorageError
 from slurmllm.core.run.artifact_records import MicroBatchRecord
-from slurmllm.core.run.records import SkippedBatches
+from slurmllm.core.run.records import SkippedBatches, SkipsRecord
 from slurmllm.core.run.rundir import RunDir, Stage
 from slurmllm.core.run.worker_files import EventLog, PhaseWriter, run_copy, wait_for_graphs
 from slurmllm.data.spec import StreamSpec, merge_states
@@ -23,7 +23,6 @@ from slurmllm.data.stream import PackedStream, check_data
 from slurmllm.plan.mesh import Mesh, assumed_micro_batch, make_mesh, one_pass_adamw
 from slurmllm.train.backends.base import IGNORED, Backend, MicroBatch, Worker, load_backend
 from slurmllm.train.backends.environment import load_environment
-from slurmllm.train.checkpoint.catalogue import read_rollbacks
 from slurmllm.train.checkpoint.resume import Resumable, find_resumable, first_fault
 from slurmllm.train.checkpoint.save import Save, remove_leftovers
 from slurmllm.train.checkpoint.state import TrainState, fingerprint, training_settings
@@ -313,7 +312,7 @@ def _find_resumable(job: Job) -> tuple[Resumable, tuple[SkippedBatches, ...]]:
         remove_leftovers(job.run, job.attempt)
     resumable = find_resumable(job.run, job.config, job.control, job.fingerprint())
     # Read by rank 0 alone: all workers must skip the same batches.
-    return resumable, job.control.broadcast(read_rollbacks(job.run) if first else None)
+    return resumable, job.control.broadcast(SkipsRecord.of(job.run).skips if first else None)
 
 
 def _resume(job: Job, future: Future[tuple[Resumable, tuple[SkippedBatches, ...]]]) -> None:

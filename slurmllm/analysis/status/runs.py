@@ -33,7 +33,7 @@ from slurmllm.core.metrics.row_reader import (
 from slurmllm.core.metrics.step_time import finite_number, read_pace
 from slurmllm.core.run.artifact_records import CheckpointManifest
 from slurmllm.core.run.error_patterns import matches
-from slurmllm.core.run.records import AttemptRecord, JobsRecord, SweepRecord, runs_of
+from slurmllm.core.run.records import AttemptRecord, JobsRecord, SkipsRecord, SweepRecord, runs_of
 from slurmllm.core.run.rundir import RunDir, SweepDir, run_folders
 from slurmllm.core.run.safe_files import os_error_text, write_error
 from slurmllm.core.slurm.client import PartitionNode, QueuedJob, SlurmClient
@@ -49,7 +49,7 @@ from slurmllm.launch.supervise.run_state import (
     read_records,
 )
 from slurmllm.launch.supervise.watchdog import read_heartbeats
-from slurmllm.train.checkpoint.catalogue import invalidation_reason, read_invalidations
+from slurmllm.train.checkpoint.catalogue import invalidation_reason
 from slurmllm.train.checkpoint.foreign import list_trainer_checkpoints, newest_complete
 
 if TYPE_CHECKING:
@@ -394,7 +394,7 @@ def _checkpoints(
         entries = list_trainer_checkpoints(run, command)
         newest = newest_complete(entries)
         return [e.step for e in entries], newest and (newest.step, newest.changed_at)
-    rollbacks, steps = read_invalidations(run), run.checkpoint_steps()
+    rollbacks, steps = SkipsRecord.of(run).invalidations, run.checkpoint_steps()
     for step in reversed(steps):
         with suppress(StorageError):  # a save that is running, or was interrupted
             manifest = CheckpointManifest.load(run.checkpoint(step) / "manifest.json")

@@ -452,14 +452,10 @@ class SkippedBatches(Record):
 class RejectedCheckpoint(Record):
     """A checkpoint after whose resume the loss was wrong: its attempt's own are rejected too."""
 
-    step: int
+    onset: int  # its step
     attempt: int
     until: float  # its end, Unix time, s: what is written later is another checkpoint
     reason: str
-
-    @property
-    def onset(self) -> int:
-        return self.step
 
 
 class SkipsRecord(Record):
@@ -472,6 +468,10 @@ class SkipsRecord(Record):
     def of(cls, run: RunDir) -> Self:
         """Return the record of a run, empty without a roll-back; raises as `load` does."""
         return cls.find(run.skips) or cls()
+
+    @property
+    def invalidations(self) -> tuple[SkippedBatches | RejectedCheckpoint, ...]:
+        return *self.skips, *self.rejected
 
 
 class Event(Record):

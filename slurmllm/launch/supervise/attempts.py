@@ -43,7 +43,7 @@ from slurmllm.launch.supervise.allocation import Allocation, SlurmAllocation, st
 from slurmllm.launch.supervise.classify import Ending, reported_all
 from slurmllm.launch.supervise.policy import decide
 from slurmllm.train.checkpoint.foreign import list_trainer_checkpoints, saved_steps
-from slurmllm.train.checkpoint.selection import select_checkpoint, use_checkpoint
+from slurmllm.train.checkpoint.selection import select_checkpoint
 from slurmllm.train.control.rendezvous import free_ports
 
 # All that the process logs about attempts has one component, whatever module it comes from.
@@ -172,16 +172,6 @@ def open_attempt(
     return record
 
 
-def offer_checkpoint(run: RunDir, config: RunConfig, record: AttemptRecord) -> AttemptRecord:
-    """Let another project's trainer find the checkpoint of an attempt; raises StorageError."""
-    if (command := config.recipe.command) is None:
-        return record
-    record = use_checkpoint(run, command, record)
-    for entry in record.passed_over:
-        log_attempt(record, f"passed over: {entry}")
-    return record
-
-
 def log_attempt(record: AttemptRecord, message: str) -> None:
     """Log a line about an attempt; `logs` finds the attempts in a stage's log by its form."""
     job = f" of job {record.job_id}" if record.job_id else ""
@@ -235,13 +225,12 @@ def close_attempt(
     fields = {"checkpoint_after": saved, "phases_s": phases, "new_graphs": graphs}
     begin = first_attempt(run)
     diverged = closed.ending == "divergence"
-    skips = SkipsRecord.of(run) if diverged else SkipsRecord()
-    back = {*(s.attempt for s in skips.skips), *(r.attempt for r in skips.rejected)}
+    invalidations = SkipsRecord.of(run).invalidations if diverged else ()
     closed = decide(
         closed.model_copy(update=fields),
         [a for a in earlier if begin <= a.attempt < closed.attempt and a.ending],
         config.recipe,
-        rolled_back=closed.attempt in back,
+        rolled_back=any(entry.attempt == closed.attempt for entry in invalidations),
         started=ending.started,
         restart_mode=restart_mode,
         in_allocation=in_allocation,

@@ -135,7 +135,7 @@ def judge_resume(run: RunDir, record: AttemptRecord, ending: Ending, check: Resu
         return ending
     skips = SkipsRecord.of(run)
     rejected = RejectedCheckpoint(
-        step=record.checkpoint_before or 0,
+        onset=record.checkpoint_before or 0,
         attempt=record.attempt,
         until=time.time(),
         reason=check.fault,

@@ -69,6 +69,7 @@ from slurmllm.launch.supervise.run_lock import (
 from slurmllm.launch.supervise.side_processes import SideProcesses
 from slurmllm.launch.supervise.successor import cancel_successor, register_train_job, restart_of
 from slurmllm.plan.mesh import load_mesh, make_mesh, possible_nodes, save_mesh
+from slurmllm.train.checkpoint.selection import use_checkpoint
 
 RETURNS = ("requeue", "chain")  # actions that return a run to the queue
 # For what is left of an attempt's processes to end before a restart in the allocation; a step that
@@ -165,7 +166,10 @@ class Supervisor:
             if self.stage == "train":
                 self._fit_mesh(len(record.nodes))
                 self._merge_new_graphs()
-                record = attempts.offer_checkpoint(self.run, self.config, record)
+                if (command := self.config.recipe.command) is not None:
+                    record = use_checkpoint(self.run, command, record)
+                    for entry in record.passed_over:
+                        log_attempt(record, f"passed over: {entry}")
             ending = self._preparation.prepare(record, phases)
             if ending is None:
                 record = record.model_copy(update={"phases_s": dict(phases)})

@@ -38,24 +38,13 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-Invalidation = SkippedBatches | RejectedCheckpoint
-
 _PICKLED = (".metadata", ".distcp", ".pt")  # files of DCP and of neuronx-distributed
 REMOVED = "removed"  # suffix of a folder that is being removed
 
 
-def read_rollbacks(run: RunDir) -> tuple[SkippedBatches, ...]:
-    """Return the roll-backs of a run, oldest first; StorageError if their file is damaged."""
-    return SkipsRecord.of(run).skips
-
-
-def read_invalidations(run: RunDir) -> tuple[Invalidation, ...]:
-    """Return the roll-backs of a run, and the checkpoints after whose resume the loss was wrong."""
-    record = SkipsRecord.of(run)
-    return *record.skips, *record.rejected
-
-
-def invalidation_reason(step: int, attempt: int, rollbacks: Sequence[Invalidation]) -> str | None:
+def invalidation_reason(
+    step: int, attempt: int, rollbacks: Sequence[SkippedBatches | RejectedCheckpoint]
+) -> str | None:
     """Return why the checkpoint of an attempt was invalidated; None if it was not."""
     for rollback in rollbacks:
         # A later attempt trained past the divergence again, without the skipped batches: what it
@@ -86,7 +75,7 @@ def invalidated_checkpoints(
 
     `manifests` are those of the run's checkpoints; None: read them if they are needed.
     """
-    rollbacks, begin, reasons = read_invalidations(run), first_attempt_used(run), {}
+    rollbacks, begin, reasons = SkipsRecord.of(run).invalidations, first_attempt_used(run), {}
     steps = run.checkpoint_steps() if manifests is None else manifests
     for step in steps if rollbacks or begin else ():
         with suppress(StorageError):  # a damaged checkpoint is reported by its own verification
@@ -101,7 +90,7 @@ def invalidated_checkpoints(
 
 def recorded_saves(run: RunDir) -> dict[int, float]:
     """Return step → Unix time of what a run may resume from, by its records; some may be gone."""
-    rollbacks, begin = read_invalidations(run), first_attempt_used(run)
+    rollbacks, begin = SkipsRecord.of(run).invalidations, first_attempt_used(run)
     saves: dict[int, float] = {}
     for attempt in run.attempts("train"):
         if attempt.number < begin:
@@ -242,11 +231,12 @@ def verify_entry(
     return replace(entry, faults=tuple(faults))
 
 
-def find_checkpoint(name: str, root: Path) -> RunDir | Path:
+def find_checkpoint(name: str, root: Path, trainers: bool = False) -> RunDir | Path:
     """Find a checkpoint by its folder, or as RUN, RUN@latest or RUN@STEP.
 
     Returns the folder; for RUN and RUN@latest the run, whose newest checkpoint the caller verifies.
-    Raises a RunError if there is none of that name, or it is of a trainer of another project.
+    Raises a RunError if there is none of that name, or it is of a trainer of another project;
+    `trainers`: whether RUN may be of one.
     """
     path = Path(name)
     if path.is_dir() and not is_run(path) and not is_run(root / name):
@@ -263,7 +253,8 @@ def find_checkpoint(name: str, root: Path) -> RunDir | Path:
             f"no checkpoint folder {name!r}, and {error}; write RUN, RUN@STEP, RUN@latest, or the "
             "folder's path"
         ) from error
-    require_own_trainer(run_dir)
+    if not trainers:
+        require_own_trainer(run_dir)
     return run_dir
 
 

@@ -133,8 +133,8 @@ def require_own_trainer(run: RunDir) -> None:
     """Raise RunError if the checkpoints of a run are those of a trainer of another project."""
     if command_of(run) is not None:
         raise RunError(
-            f"{run.name}: its checkpoints are its trainer's, and slurmllm only lists them "
-            f"(`slurmllm checkpoint list {run.name}`); use the trainer's own tools"
+            f"{run.name}: its checkpoints are its trainer's, which slurmllm only lists "
+            f"and verifies (`slurmllm checkpoint verify {run.name}`); use the trainer's own tools"
         )
 
 

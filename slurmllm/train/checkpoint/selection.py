@@ -41,7 +41,7 @@ def select_checkpoint(
         faults: Sequence[str] = [
             f"attempt {other.attempt}: {other.reason}"
             for other in rejected
-            if entry.step >= other.step and entry.changed_at <= other.until
+            if entry.step >= other.onset and entry.changed_at <= other.until
         ]
         if not faults and command.verify:
             faults = _faults(run, command, entry, entries, until)

@@ -71,10 +71,8 @@ def verify_checkpoint(path: Path, until: float, full: bool = False) -> Verificat
             return check(folder / name)
         except _UnverifiedError as error:
             unverified.append(f"{name}: {error}")
-        except FileNotFoundError as error:
-            faults.append(f"{name}: {Path(error.filename).name} is missing")
         except OSError as error:
-            faults.append(f"{name}: it cannot be read: {os_error_text(error)}")
+            faults.append(f"{name}: {Path(error.filename or name).name}: {os_error_text(error)}")
         except DamagedError as error:
             faults.append(f"{name}: {error}")
         except (ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
@@ -91,6 +89,8 @@ def verify_checkpoint(path: Path, until: float, full: bool = False) -> Verificat
         for shard, entries in (run(name, partial(_read_metadata, until=until)) or {}).items():
             check = partial(_torch, full=full, until=until, entries=entries)
             checks[str(Path(name).parent / shard)] = check
+    if not (checks or faults or unverified):
+        unverified.append("no file has a known format")
     with ThreadPoolExecutor(_THREADS) as pool:
         list(pool.map(run, checks, checks.values()))
     if len(faults) > _MOST_FAULTS:

@@ -140,6 +140,15 @@ def test_what_is_known_of_it(run: RunDir) -> None:
     shown = [(c["step"], c["path"], c["complete"]) for c in listed]
     assert shown == [(10, folders[0], True), (20, folders[1], False)]
     assert "half-written" in call("checkpoint", "list", "r").stdout
+    assert "complete, not verified: no file has a known" in call("checkpoint", "verify", "r").stdout
+    broken = run.path / "outputs/step-10/model.safetensors"
+    broken.write_bytes(b"")
+    for path in (broken, broken.parent):
+        os.utime(path, (5.0, 5.0))
+    verified = call("checkpoint", "verify", "r", "--json")
+    assert verified.exit_code == 4
+    assert json.loads(verified.stdout)["checkpoints"][0]["verified"] is False
+    assert "`slurmllm checkpoint verify r`" in fails(2, "checkpoint", "verify", "r@10")
     assert call("compare", "r", "r", "--no-plot").stdout.count("bit-identical at all 29 steps") == 1
 
 

@@ -23,7 +23,7 @@ from slurmllm.launch.supervise.resume_check import (
     loss_fault,
     resume_check_of,
 )
-from slurmllm.train.checkpoint.catalogue import invalidation_reason, read_invalidations
+from slurmllm.train.checkpoint.catalogue import invalidation_reason
 
 
 def curve(rng: np.random.Generator, rows: int) -> np.ndarray:
@@ -111,9 +111,10 @@ def test_a_run_goes_back_once_and_says_so(tmp_path: Path) -> None:
     closed = close_attempt(run, record, ending)
     assert (closed.ending, closed.action) == ("divergence", "requeue")
     assert closed.evidence[0].startswith("after the resume from step 90: the loss is not finite")
-    assert invalidation_reason(90, 0, read_invalidations(run)) is not None
-    assert invalidation_reason(80, 0, read_invalidations(run)) is None
-    assert invalidation_reason(90, 2, read_invalidations(run)) is None  # saved again
+    invalidations = SkipsRecord.of(run).invalidations
+    assert invalidation_reason(90, 0, invalidations) is not None
+    assert invalidation_reason(80, 0, invalidations) is None
+    assert invalidation_reason(90, 2, invalidations) is None  # saved again
     # The next one has the same loss: it is the training's, and judged no more.
     save_manifest(run, 70)
     assert resume_check_of(run, load(run.config), make_attempt(2, checkpoint_before=80)) is None

@@ -177,7 +177,7 @@ def test_what_spoiled_the_loss_is_passed_over_until_it_is_saved_again(run: RunDi
     for step in (10, 20):
         save(run, step, *OLMO)
     os.utime(run.path / "outputs/step10/.metadata.json", (time.time() - 99,) * 2)
-    values = {"step": 20, "attempt": 3, "reason": "loss NaN at step 21"}
+    values = {"onset": 20, "attempt": 3, "reason": "loss NaN at step 21"}
     rejected = RejectedCheckpoint.model_validate(values | {"until": time.time() + 1})
     SkipsRecord(rejected=(rejected,)).save(run.skips)
     record = begin(run, adapter("olmo_core"))
