@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 @click.group()
 def track() -> None:
-    """Send the metrics of runs to Weights & Biases, MLflow and Prometheus."""
+    """Send the metrics of runs to W&B, MLflow or Prometheus."""
 
 
 @track.command()
