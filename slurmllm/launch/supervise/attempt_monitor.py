@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import signal
 import time
 from collections.abc import Iterator
@@ -28,6 +29,7 @@ from slurmllm.launch.supervise.watchdog import LOOK_S, Watchdog
 
 POLL_S = 0.1
 REPEAT_SIGNAL_S = 5.0
+LEAVING = 5 / 6  # of KillWait; the rest is to record the end, before Slurm kills this process too
 # From the first failure to the end of the remaining launchers: if the cause is known, if all nodes
 # but one unresponsive one have reported, and otherwise.
 CLEAR_GRACE_S = 3.0
@@ -80,10 +82,12 @@ class AttemptMonitor:
         stop: StopSignals,
         notifier: Notifier,
         resume_check: ResumeCheck | None = None,
+        kill_wait_s: float = math.inf,
     ) -> None:
         self._run, self._record, self._launchers, self._stop = run, record, launchers, stop
         self._resume_check = resume_check
-        self._lead_s = config.recipe.slurm.signal_lead_s
+        self._leaving_s = leaving_s(config.recipe.slurm.signal_lead_s)
+        self._kill_wait_s = kill_wait_s
         limits = config.recipe.watchdog
         self._watchdog: Watchdog | None = None
         command = config.recipe.command
@@ -119,9 +123,12 @@ class AttemptMonitor:
                 self._send(signal.SIGUSR2)  # srun forwards it to the launchers
             with self._tolerating():
                 self._check_failures(now)
-            # The time limit of the job is near, and the workers have not saved and left.
+            # The time limit or Slurm's SIGKILL is near, and the workers have not saved and left.
             limited = self._stop.name is not None and self._record.job_id is not None
-            overran = limited and now - self._stop.received_at > leaving_s(self._lead_s)
+            limit_s = self._leaving_s
+            if self._stop.name == "SIGTERM":
+                limit_s = min(limit_s, LEAVING * self._kill_wait_s)
+            overran = limited and now - self._stop.received_at > limit_s
             if overran and self.observed.overran_s is None:
                 self.observed.overran_s = now - self._stop.received_at
                 self._kill_at = now

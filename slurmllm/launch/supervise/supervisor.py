@@ -11,6 +11,7 @@ by Slurm's accounting.
 from __future__ import annotations
 
 import logging
+import math
 from contextlib import suppress
 
 from slurmllm import __version__
@@ -182,7 +183,14 @@ class Supervisor:
             return self._close(record, ending, phases, observed), error
         if ending is None:
             observed = AttemptMonitor(
-                self.run, record, self.config, launchers, self.stop, self.notifier, check
+                self.run,
+                record,
+                self.config,
+                launchers,
+                self.stop,
+                self.notifier,
+                check,
+                self._kill_wait_s(),
             ).wait()
             phases["workers"] = observed.launchers_s
             ending = classify(
@@ -199,6 +207,13 @@ class Supervisor:
             if self.stop.name is None and check is not None:
                 ending = judge_resume(self.run, record, ending, check)
         return self._close(record, ending, phases, observed), None
+
+    def _kill_wait_s(self) -> float:
+        """Return the time from Slurm's SIGTERM to its SIGKILL, s."""
+        if isinstance(self.allocation, SlurmAllocation):
+            with suppress(SlurmError):
+                return float(self.allocation.client.settings().get("KillWait", "30").split()[0])
+        return math.inf
 
     def _restart(self, closed: AttemptRecord) -> None:
         assert isinstance(self.allocation, SlurmAllocation)

@@ -2,6 +2,7 @@
 
 import errno
 import itertools
+import math
 import os
 import re
 import signal
@@ -448,12 +449,19 @@ class Launchers:
         fields |= {"message": message, "blame": "code", "exit_code": exit_code}
         FailureRecord.model_validate(fields).save(paths.failure(1))
 
-    def monitor(self, job_limited: bool = True, hang: HangRecord | None = None) -> Observations:
+    def monitor(
+        self,
+        job_limited: bool = True,
+        hang: HangRecord | None = None,
+        kill_wait_s: float = math.inf,
+    ) -> Observations:
         record = attempt_record(job_id="7" if job_limited else None)
         record.save(self.run.attempt("train", 0).record)
         config = resolve("tiny_neox")
         notifier = Notifier(self.run, config)
-        monitor = AttemptMonitor(self.run, record, config, [cast(Any, self)], self.stop, notifier)
+        monitor = AttemptMonitor(
+            self.run, record, config, [cast(Any, self)], self.stop, notifier, None, kill_wait_s
+        )
         monitor._watchdog = cast(Any, SimpleNamespace(look=lambda: hang, phases={}))
         return monitor.wait()
 
@@ -483,6 +491,12 @@ def test_a_stop_signal_is_repeated_until_the_time_limit_is_near(
         assert observed.overran_s == pytest.approx(limit_s, abs=0.3)
     else:
         assert (launchers.killed_at(), observed.overran_s) == (None, None)
+
+
+def test_after_sigterm_workers_end_before_slurm_kills_the_supervisor(launchers: Launchers) -> None:
+    launchers.stop.name, launchers.at = "SIGTERM", {60.0: launchers.end}
+    assert launchers.monitor(kill_wait_s=30.0).overran_s == pytest.approx(25.0, abs=0.3)
+    assert launchers.killed_at() == pytest.approx(25.0, abs=0.3)
 
 
 def refuse_a_look(monkeypatch: pytest.MonkeyPatch, *names: str) -> list[str]:
