@@ -76,8 +76,8 @@ def check_archive(stream: BinaryIO, offset: int, length: int, full: bool = False
     try:
         _check_members(archive_part, full)
     except (
-        *(zipfile.BadZipFile, EOFError, ValueError, NotImplementedError, RuntimeError),
-        *(OverflowError, struct_error, zlib.error),
+        *(zipfile.BadZipFile, EOFError, ValueError, RuntimeError, OverflowError),
+        *(struct_error, zlib.error),
     ) as error:
         raise DamagedError(f"its table of contents is damaged ({error})") from error
     return True

@@ -2,7 +2,7 @@
 
     python -I pickle_process.py PATH
 
-It prints {"files": {name: [[offset, length], …]}}, {"damaged": …} or {"unknown": …}.
+It prints ["files", {name: [[offset, length], …]}], ["damaged", …] or ["unknown", …].
 Nothing that the pickle names is imported or called. What a hostile one can still do, ask for memory
 and time, is limited for the process. The unpickler in C is a hundred times as fast as that of
 `formats.pickles`, and a `.metadata` may have hundreds of MB.
@@ -50,7 +50,7 @@ def _places(path: Path) -> dict[str, list[tuple[int, int]]]:
         info = location.state
         files.setdefault(info["relative_path"], []).append((info["offset"], info["length"]))
     for name in files:
-        if Path(name).is_absolute() or ".." in Path(name).parts:
+        if name.startswith("/") or ".." in name.split("/"):
             raise ValueError(f"it names {name:.80}, outside its folder")
     listed = {(index.state["fqn"], index.state.get("offset")) for index in stored}
     for name, entry in metadata.state["state_dict_metadata"].items():
@@ -63,13 +63,13 @@ def _places(path: Path) -> dict[str, list[tuple[int, int]]]:
 
 def main() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
-    answer: dict[str, Any]
+    answer: tuple[str, Any]
     try:
-        answer = {"files": _places(Path(sys.argv[1]))}
+        answer = "files", _places(Path(sys.argv[1]))
     except (OSError, MemoryError, NotImplementedError) as error:
-        answer = {"unknown": str(error) or "no memory was left"}
+        answer = "unknown", str(error) or "no memory was left"
     except Exception as error:  # of damaged bytes anything
-        answer = {"damaged": f"{error!r:.200}"}
+        answer = "damaged", f"{error!r:.200}"
     json.dump(answer, sys.stdout)
 
 

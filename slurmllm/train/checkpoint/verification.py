@@ -121,18 +121,18 @@ def _missing_ranks(files: Iterable[str]) -> Iterator[str]:
 def _read_metadata(path: Path, until: float) -> dict[str, list[list[int]]]:
     """Return the shards that a `.metadata` lists, with the entries of each: offset and length."""
     command = [sys.executable, "-I", pickle_process.__file__, str(path)]
+    limit_s = max(until - time.monotonic(), 1.0)
     try:
-        limit_s = max(until - time.monotonic(), 1.0)
         output = subprocess.run(command, capture_output=True, timeout=limit_s).stdout
-        answer: dict[str, Any] = json.loads(output)
+        kind, answer = json.loads(output)
     except (OSError, ValueError, subprocess.TimeoutExpired) as error:
         reason = "it could not be read within the limits of time and memory"
         raise _UnverifiedError(reason) from error
-    if "unknown" in answer:
-        raise _UnverifiedError(answer["unknown"])
-    if "damaged" in answer:
-        raise DamagedError(f"it is damaged ({answer['damaged']})")
-    return cast(dict[str, list[list[int]]], answer["files"])
+    if kind == "unknown":
+        raise _UnverifiedError(answer)
+    if kind == "damaged":
+        raise DamagedError(f"it is damaged ({answer})")
+    return cast(dict[str, list[list[int]]], answer)
 
 
 def _torch(
