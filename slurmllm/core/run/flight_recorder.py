@@ -28,7 +28,7 @@ _ON_TIMEOUT = ("TORCH_NCCL_DUMP_ON_TIMEOUT",)
 _ENTRIES = "2000"  # torch's default since 2.7; before, nothing was recorded
 _LARGEST = 64 << 20  # bytes of a dump; 2,000 entries with their stacks are about 2 MB
 _PEERS = re.compile(r"(?:send|recv)\s+(\d+)(?:->|<-)(\d+)$")
-_KEPT = 50  # finished operations of each group
+_KEPT = 20  # operations of each group; one with its stack takes 3 kB
 
 
 class StackFrame(BaseModel):

@@ -142,7 +142,7 @@ def test_a_dump_runs_no_code_and_is_shortened(tmp_path: Path) -> None:
     path = tmp_path / "0"
     path.write_bytes(pickle.dumps({"version": "2.10", "pg_config": {}, "entries": rows}))
     kept = read_dump(path)
-    assert [e.collective_seq_id for e in kept.entries] == [1, 2, *range(451, 501)]
+    assert [e.collective_seq_id for e in kept.entries] == [1, 2, *range(481, 501)]
     assert (kept.last["rare", "undefined"], kept.from_start) == (1, False)
     assert Recording.model_validate_json(kept.model_dump_json()) == kept
     damaged = {"version": "2.10", "pg_config": {}, "entries": [{}]}
