@@ -23,9 +23,16 @@ if TYPE_CHECKING:
 _COLOURS = {"ok": "green", "warn": "yellow", "fail": "red", "skipped": "bright_black"}
 _PARTITION = "Slurm partition.  [default: the profile's, else Slurm's]"
 # Units of the values of a node's checks.
-_UNITS = dict.fromkeys(("memory", "node-local disk"), " GB") | {"all-reduce": " GB/s"}
-_UNITS |= dict.fromkeys(("shared file system", "clock"), " s")
-_UNITS |= {"shared memory": " GB", "temperature": " °C", "GPU memory": " MiB"}
+_UNITS = {
+    "memory": " GB",
+    "shared memory": " GB",
+    "node-local disk": " GB",
+    "all-reduce": " GB/s",
+    "shared file system": " s",
+    "clock": " s",
+    "temperature": " °C",
+    "GPU memory": " MiB",
+}
 
 
 @commands.grouped(common="cluster nodes bandwidth set local json")

@@ -97,9 +97,8 @@ def gpu_findings(gpus: Sequence[Gpu]) -> Findings:
             message = f"{name}: {now:g} °C at rest; it slows down at {slow:g} °C"
             yield (fail if now >= slow else ok)("temperature", now, slow, message)
         yield ok("GPU processes", 0, 0)
-        processes = dict(_processes(gpu))
-        for process, foreign in processes.items():
-            yield (fail if foreign else warn)("GPU processes", 1, 0, f"{name}: {process}")
+        processes = list(_process_findings(name, gpu))
+        yield from processes
         used = _number(gpu, "fb_memory_usage/used")
         if used >= MAX_USED_MIB:
             # The processes have their own findings. With ATS, Linux may keep its own pages there.
@@ -122,8 +121,8 @@ def _number(gpu: Gpu, path: str) -> float:
     return float(match[1]) if match else math.nan
 
 
-def _processes(gpu: Gpu) -> Iterator[tuple[str, bool]]:
-    """Yield users' compute processes, and whether they are not of this job.
+def _process_findings(name: str, gpu: Gpu) -> Findings:
+    """Users' compute processes: those of this job are left from its last attempt.
 
     Root's are the site's own. Those of another PID namespace, or gone, are not known.
     """
@@ -134,8 +133,9 @@ def _processes(gpu: Gpu) -> Iterator[tuple[str, bool]]:
             owner = process.username()
             if "C" in row.findtext("type", "") and owner != "root":
                 foreign = owner != user or process.environ().get("SLURM_JOB_ID") != job
-                name = row.findtext("process_name", "")[:60]
-                yield f"process {process.pid} of {owner}: {name}", foreign
+                program = row.findtext("process_name", "")[:60]
+                text = f"{name}: process {process.pid} of {owner}: {program}"
+                yield (fail if foreign else warn)("GPU processes", 1, 0, text)
 
 
 def xid_findings(gpus: Sequence[Gpu]) -> Findings:
@@ -146,7 +146,7 @@ def xid_findings(gpus: Sequence[Gpu]) -> Findings:
     # The kernel's buffer may be for root only, the journal for the groups adm and systemd-journal:
     # journalctl prints nothing without the right to read, and no kernel's log is empty.
     log = environment.output_of("dmesg")
-    log = log or environment.output_of(*"journalctl -k -b -q -o cat --no-pager".split())
+    log = log or environment.output_of("journalctl", "-kq", "--output=cat", "--no-pager")
     if not log:
         reason = "neither dmesg nor journalctl -k shows the kernel's log to this user"
         yield skipped("Xid", "not readable", message=f"Xid: {reason}")
