@@ -103,34 +103,38 @@ def health(
         folders=[runs_dir.absolute()],
     )
     checked = _check(allocation, config, runs_dir, bandwidth)
+    lines = _end_exclusions(allocation, checked, runs_dir)
     code = exit_code(finding for record in checked.values() for finding in record.findings)
     if as_json:
         by_node = {name: record.model_dump(mode="json") for name, record in checked.items()}
         options.echo_json({"cluster": config.cluster.name, "exit_code": code, "nodes": by_node})
     else:
         _print_table(config.cluster.name, checked)
-    _end_exclusions(allocation, checked, runs_dir, as_json)
+    for line in lines:
+        click.echo(line, err=as_json)
     ctx.exit(code)
 
 
 def _end_exclusions(
-    allocation: Allocation, checked: Mapping[str, NodeHealth], runs_dir: Path, as_json: bool
-) -> None:
-    """End the exclusion of nodes that passed what excluded them; prints a line for each node."""
+    allocation: Allocation, checked: Mapping[str, NodeHealth], runs_dir: Path
+) -> list[str]:
+    """End the exclusion of nodes that passed what excluded them; returns a line for each node."""
     from slurmllm.launch.supervise.allocation import SlurmAllocation
     from slurmllm.launch.supervise.site_nodes import end_by_health
 
     if not isinstance(allocation, SlurmAllocation):
-        return
+        return []
+    cleared = "{0.node}: no longer excluded ({0.evidence}: {0.reason}): it passed"
+    left = (
+        "{0.node}: passed, but stays excluded: no check looked at its fault ({0.evidence}: "
+        "{0.reason}); `slurmllm nodes --clear {0.node}` ends it"
+    )
     try:
         name = allocation.client.cluster_name()
-        for record, ended in end_by_health(runs_dir, name, checked):
-            line = f"excluded ({record.evidence}: {record.reason})"
-            left = f"no check looked at that; `slurmllm nodes --clear {record.node}` ends it"
-            line = f"no longer {line}: it passed" if ended else f"still {line}: {left}"
-            click.echo(f"{record.node}: {line}", err=as_json)
+        ends = end_by_health(runs_dir, name, checked)
+        return [(cleared if ended else left).format(record) for record, ended in ends]
     except SlurmllmError as error:
-        options.warn(f"an exclusion was not ended: {error}")
+        return [f"warning: no exclusion was ended: {error}"]
 
 
 def _check(
