@@ -185,6 +185,7 @@ class _Printer:
 
 def _stacks(run: RunDir, rank: int | None) -> str:
     """Return the stacks of the last attempt that hung, those that differ from the others first."""
+    from slurmllm.core.run.records import AttemptRecord
     from slurmllm.launch.supervise.collectives import ras_report, torch_analysis
     from slurmllm.launch.supervise.stacks import outliers, read_locations, read_stacks
 
@@ -205,7 +206,10 @@ def _stacks(run: RunDir, rank: int | None) -> str:
         mark = ", differs from the others" if worker in differing else ""
         stacks.append(f"{attempt}, rank {worker}{mark}\n{dumps[worker].rstrip()}\n")
     if rank is None and hung[-1].collectives(0).parent.is_dir():
-        reports = {"torchfrtrace": torch_analysis(hung[-1]), "NCCL RAS": ras_report(hung[-1])}
+        reports = {"NCCL RAS": ras_report(hung[-1])}
+        with suppress(StorageError):
+            world_size = AttemptRecord.load(hung[-1].record).world_size
+            reports["torchfrtrace"] = torch_analysis(hung[-1], world_size)
         stacks += [
             f"{attempt}, {name}\n{text.rstrip()}\n" for name, text in reports.items() if text
         ]

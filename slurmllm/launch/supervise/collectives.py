@@ -168,7 +168,7 @@ def _members(
     return sorted(r for r, other in recordings.items() if group in other.last)
 
 
-def torch_analysis(attempt: AttemptDir) -> str:
+def torch_analysis(attempt: AttemptDir, world_size: int) -> str:
     """Return what torch's own analyzer says of an attempt's dumps, in a process with torch.
 
     It unpickles what it reads, so it gets copies of plain values. They begin at one operation of
@@ -190,7 +190,7 @@ def torch_analysis(attempt: AttemptDir) -> str:
             ]
             groups = {}
             for name, description in recording.last:
-                members = _members(recordings, rank, (name, description), max(recordings) + 1)
+                members = _members(recordings, rank, (name, description), world_size)
                 groups[name] = {"desc": description, "ranks": str(members)}
             dump = {"version": recording.version, "entries": entries, "pg_config": groups}
             Path(folder, f"rank_{rank}").write_bytes(pickle.dumps(dump))

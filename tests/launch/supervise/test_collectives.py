@@ -208,9 +208,11 @@ def test_a_hang_of_gloo_is_read_and_torch_s_own_analyzer_agrees(tmp_path: Path) 
         "rank 1 has not joined all_reduce 3 of group default_pg; ranks 0, 2 wait in it (<string>:"
     )
     assert line.startswith(text)
-    analysis = torch_analysis(attempt)
+    analysis = torch_analysis(attempt, 3)
     assert "sequence number: 3" in analysis
     assert "missing ranks: {1}" in analysis
+    attempt.collectives(2).unlink()
+    assert "missed FR dumps from ranks ({2})" in torch_analysis(attempt, 3)
 
 
 @pytest.mark.gpu
@@ -281,4 +283,4 @@ def test_nccl_reports_the_ranks_behind(
     assert line in lines[0] if line else lines == ()
     monkeypatch.setenv("NCCL_RAS_ADDR", "127.0.0.1:1")
     query_ras(attempt)  # nobody answers
-    assert not torch_analysis(attempt)
+    assert not torch_analysis(attempt, 3)
