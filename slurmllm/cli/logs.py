@@ -211,7 +211,7 @@ def _stacks(run: RunDir, rank: int | None) -> str:
             world_size = AttemptRecord.load(hung[-1].record).world_size
             reports["torchfrtrace"] = torch_analysis(hung[-1], world_size)
         stacks += [
-            f"{attempt}, {name}\n{text.rstrip()}\n" for name, text in reports.items() if text
+            f"{attempt}, {name}\n{report.rstrip()}\n" for name, report in reports.items() if report
         ]
     return "\n".join(stacks)
 

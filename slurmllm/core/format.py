@@ -171,7 +171,7 @@ def format_names(names: Sequence[str], limit: int = 8) -> str:
     return ", ".join(names[:limit]) + (f" and {more:,} more" if more > 0 else "")
 
 
-def format_ranks(ranks: Sequence[int], one: str = "", several: str = "") -> str:
-    """`rank 3`, `ranks 3, 7`; followed by the verb `one` or `several`."""
-    noun, verb = ("rank", one) if len(ranks) == 1 else ("ranks", several)
+def format_ranks(ranks: Sequence[int], verb: str = "", plural_verb: str = "") -> str:
+    """`rank 3`, `ranks 3, 7`; followed by a verb."""
+    noun, verb = ("rank", verb) if len(ranks) == 1 else ("ranks", plural_verb)
     return f"{noun} {format_names([str(rank) for rank in ranks])} {verb}".rstrip()

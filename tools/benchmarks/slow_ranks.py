@@ -72,7 +72,8 @@ def main() -> None:
             false += sum(1 for _ in alarms(times))
             for factor, found in minutes.items():
                 for _ in range(20):
-                    begin, slow = random.integers(60, MINUTES - 60), random.integers(ranks)
+                    begin = int(random.integers(60, MINUTES - 60))
+                    slow = int(random.integers(ranks))
                     slowed = times.copy()
                     slowed[begin:, slow] *= factor
                     around = alarms(slowed, begin - 30, begin + 60)

@@ -134,8 +134,8 @@ def _process_findings(name: str, gpu: Gpu) -> Findings:
             if "C" in row.findtext("type", "") and owner != "root":
                 foreign = owner != user or process.environ().get("SLURM_JOB_ID") != job
                 program = row.findtext("process_name", "")[:60]
-                text = f"{name}: process {process.pid} of {owner}: {program}"
-                yield (fail if foreign else warn)("GPU processes", 1, 0, text)
+                message = f"{name}: process {process.pid} of {owner}: {program}"
+                yield (fail if foreign else warn)("GPU processes", 1, 0, message)
 
 
 def xid_findings(gpus: Sequence[Gpu]) -> Findings:

@@ -82,8 +82,8 @@ def _worst(check: str, findings: Iterable[Finding]) -> list[Finding]:
             of_check.setdefault(finding.check, []).append(finding)
     except (OSError, SlurmllmError) as error:
         path = f"{error.filename}: " if isinstance(error, OSError) and error.filename else ""
-        text = f"{path}{os_error_text(error)}".splitlines()[0]
-        of_check[check] = [fail(check, "unusable", "", text)]
+        message = f"{path}{os_error_text(error)}".splitlines()[0]
+        of_check[check] = [fail(check, "unusable", "", message)]
     return [_with_number(alike) for alike in of_check.values()]
 
 

@@ -335,8 +335,8 @@ def remove_expired(
         return
     expired = expired_steps(checkpoints, time.time(), config)
     held = held_steps(run, evaluate, {c.step: c.saved_at for c in checkpoints if c.usable})
-    kept = held.union(in_use)
-    for directory in (run.checkpoint(step) for step in expired if step not in kept):
+    unremovable = held.union(in_use)
+    for directory in (run.checkpoint(step) for step in expired if step not in unremovable):
         # Renamed first: if the removal is killed, no partial checkpoint keeps the name.
         hidden = directory.with_name(f".{directory.name}.{REMOVED}")
         try:

@@ -105,12 +105,12 @@ def use_checkpoint(run: RunDir, command: CommandConfig, record: AttemptRecord) -
             )
         return record
     path = Path(record.checkpoint_path)
-    tracker, text = _tracker(run, command, record.checkpoint_before or 0, path)
+    tracker, content = _tracker(run, command, record.checkpoint_before or 0, path)
     is_link = "{checkpoint}" in (command.tracker or "")
     if tracker is not None and not is_link:
-        if _read(tracker) != text:
-            with storage_errors(f"cannot write {tracker}, which must name {text}"):
-                write_whole(tracker, text.encode())
+        if _read(tracker) != content:
+            with storage_errors(f"cannot write {tracker}, which must name {content}"):
+                write_whole(tracker, content.encode())
     elif not command.names_checkpoint:
         passed_over = tuple(_set_aside(run, record.attempt, entry) for entry in record.passed_over)
         record = record.model_copy(update={"passed_over": passed_over})

@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from analysis.report.reported_runs import make_reported_run
 from command_line import call, call_json, printed, refused
 from made_records import make_run, save_manifest, save_submission
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
+from reported_runs import make_reported_run
 from training_rows import make_rows, write_rows
 
 from slurmllm.analysis.status.runs import supervised_state
