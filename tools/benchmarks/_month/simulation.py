@@ -144,9 +144,10 @@ class _Simulation:
             and closed.ended_at < self.signal_at
         )
         decided = decide(closed, earlier, scenario.recipe, in_allocation=in_allocation)
-        for name in failing:
+        for name, fault in failing.items():
             self.exclusions[name] = count = self.exclusions.get(name, 0) + 1
-            hours = exclusion_hours(count, scenario.recipe.slurm.exclude_hours)
+            longest = scenario.recipe.slurm.exclude_hours
+            hours, _ = exclusion_hours(fault.evidence, count, longest)
             self.nodes.exclude([name], closed.ended_at + hours * HOUR_S)
         for name in broken:
             self.nodes.break_down(name, closed.ended_at + scenario.repair_s)
