@@ -150,10 +150,10 @@ def read_dump(path: Path) -> Recording:
         raise ValueError(f"{path} is not a dump: {error}") from error
     entries = recording.entries
     last = {e.process_group: e.collective_seq_id + e.p2p_seq_id for e in entries}
-    kept = [
+    entries = [
         e
         for e in entries
         if not e.finished or e.collective_seq_id + e.p2p_seq_id > last[e.process_group] - _KEPT
     ]
     from_start = getattr(next(iter(entries), None), "record_id", 0) == 0
-    return recording.model_copy(update={"entries": kept, "from_start": from_start})
+    return recording.model_copy(update={"entries": entries, "from_start": from_start})

@@ -158,11 +158,11 @@ def avoid_excluded(prepared: PreparedRun, request: RunRequest) -> PreparedRun:
     """
     if request.slurm is None:
         return prepared
-    known = excluded_names(request.slurm, prepared.run, prepared.config, request.root)
-    names = nodes_to_avoid(request.slurm, prepared.scripts["train"], (), known)
+    suspects = excluded_names(request.slurm, prepared.run, prepared.config, request.root)
+    names = nodes_to_avoid(request.slurm, prepared.scripts["train"], (), suspects)
     lines = {
         "excluded: {}; `slurmllm nodes` shows why": names,
-        "not excluded: {}: the job needs it; see `slurmllm nodes`": sorted({*known} - {*names}),
+        "not excluded: {}: the job needs it; see `slurmllm nodes`": sorted({*suspects} - {*names}),
     }
     warnings = [line.format(" ".join(nodes)) for line, nodes in lines.items() if nodes]
     return replace(prepared, excluded=names, warnings=[*prepared.warnings, *warnings])

@@ -115,8 +115,8 @@ def blocked(recordings: Mapping[int, Recording], world_size: int) -> Blocked:
         # The first one of each group: the next ones wait for it.
         firsts = {e.process_group: e for e in reversed(recording.entries) if not e.finished}
         for group, operation in firsts.items():
-            place = group, recording.ranks(group), operation.peers or operation.collective_seq_id
-            operations[place][rank] = operation
+            key = group, recording.ranks(group), operation.peers or operation.collective_seq_id
+            operations[key][rank] = operation
     busy = {rank for waiting in operations.values() for rank in waiting}
     meetings = sorted(_meet(recordings, busy, item, world_size) for item in operations.values())
     ranks = {rank for _, idle, _ in meetings for rank in idle}

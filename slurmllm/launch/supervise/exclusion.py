@@ -168,11 +168,11 @@ def exclude_failed(
     new, site = [], []
     for name, fault in failing.items():
         count = 1 + (before.pop(name).exclusions if name in before else 0)
-        own, others = exclusion_hours(fault.evidence, count, longest)
+        run_hours, site_hours = exclusion_hours(fault.evidence, count, longest)
         fields = fault._asdict() | {"node": name, "since": now, "cluster": cluster}
-        new.append(ExcludedNode(**fields, exclusions=count, until=now + own * HOUR_S))
+        new.append(ExcludedNode(**fields, exclusions=count, until=now + run_hours * HOUR_S))
         site.append(
-            SiteNodeRecord(**fields, kind="excluded", run=run.name, until=now + others * HOUR_S)
+            SiteNodeRecord(**fields, kind="excluded", run=run.name, until=now + site_hours * HOUR_S)
         )
     record.model_copy(update={"nodes": (*before.values(), *new)}).save(run.excluded)
     if cluster and longest and not run.drill.exists():
