@@ -82,7 +82,6 @@ class Job:
     writing: bool = False  # whether a worker wrote files of it when the flags were read last
     step: int = 0  # optimizer steps that the weights have had
     tokens: int = 0  # trained on so far
-    stopped_by: str | None = None  # the signal to stop, once the flags have told all workers
     phases: PhaseWriter = field(default_factory=PhaseWriter.from_environment)
     saves: SaveSchedule = field(init=False)
     events: EventLog = field(init=False)  # written by rank 0 only
@@ -126,8 +125,8 @@ class Job:
         if diverged:
             self.guard.fail()
         if stop_signal:
-            self.stopped_by = signal.Signals(stop_signal).name
-        return self.stopped_by
+            self.stop.agreed = signal.Signals(stop_signal).name
+        return self.stop.agreed
 
     def decide(self) -> str | None:
         """Exchange the flags and wait for all workers' (collective), as `read_flags`."""

@@ -27,7 +27,7 @@ def train(job: Job, hooks: Sequence[Hook]) -> int:
         hook.before_training()
     posted = job.post_flags()
     unread: list[Step] = []
-    while job.step < job.last_step and job.stopped_by is None:
+    while job.step < job.last_step and job.stop.agreed is None:
         for hook in hooks:
             hook.before_step(job.step + 1)
         job.phases.begin("first_step" if job.step == job.first_step else "stepping", job.step)
@@ -36,7 +36,7 @@ def train(job: Job, hooks: Sequence[Hook]) -> int:
             job.read_flags(posted)  # as posted after the step before
         unread[-1] = unread[-1]._replace(ended=job.backend.mark())
         last = job.step == job.last_step
-        leaving = last or job.stopped_by is not None
+        leaving = last or job.stop.agreed is not None
         saving = leaving or job.saves.due(job.step)
         # At a stop there may be too little time: the next attempt evaluates the step.
         evaluating = job.evaluates(job.step) and (last or not leaving)
@@ -57,13 +57,13 @@ def train(job: Job, hooks: Sequence[Hook]) -> int:
             for hook in hooks:
                 with job.backend.part(f"hook {hook}"):
                     hook.after_step(end)
-                if job.stopped_by is not None and not unread:  # it may have come meanwhile
+                if job.stop.agreed is not None and not unread:  # it may have come meanwhile
                     end = end._replace(saving=True, leaving=True)
         if (saving or evaluating) and job.guard.diverged:
             job.decide()  # the others decide in the guard's hook
         posted = job.post_flags()
     if job.step < job.last_step:
-        log.info("stopped by %s after step %d of %d", job.stopped_by, job.step, job.last_step)
+        log.info("stopped by %s after step %d of %d", job.stop.agreed, job.step, job.last_step)
         return EXIT_REQUEUE
     return EXIT_OK
 

@@ -43,7 +43,7 @@ class EvaluationHook(Hook):
     def before_training(self) -> None:
         """Evaluate the step that training resumes from, if its attempt could not (collective)."""
         job = self._job
-        if job.start.resumed_from is None or not job.evaluates(job.step) or job.stopped_by:
+        if job.start.resumed_from is None or not job.evaluates(job.step) or job.stop.agreed:
             return
         absent = None
         if job.worker.rank == 0:
@@ -56,7 +56,7 @@ class EvaluationHook(Hook):
             self._evaluate()
 
     def after_step(self, end: StepEnd) -> None:
-        if end.evaluating and (end.last or self._job.stopped_by is None):
+        if end.evaluating and (end.last or self._job.stop.agreed is None):
             with self._job.backend.part("evaluation"):
                 self._evaluate()
 
@@ -74,7 +74,7 @@ class EvaluationHook(Hook):
             if job.step == job.last_step:
                 then = f"`slurmllm evaluate {job.run.name} --task validation` evaluates it"
                 level = logging.WARNING
-            log.log(level, "%s ended the evaluation of step %d; %s", job.stopped_by, job.step, then)
+            log.log(level, "%s ended the evaluation of step %d; %s", job.stop.agreed, job.step, then)
             return
         seconds = time.monotonic() - began
         listing = "  ".join(
