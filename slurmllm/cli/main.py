@@ -15,7 +15,7 @@ import click
 
 from slurmllm import __version__
 from slurmllm.cli import options
-from slurmllm.cli.commands import Verbs, open_outputs
+from slurmllm.cli.commands import Verbs, ignore_output_errors, open_outputs
 from slurmllm.core import removed
 from slurmllm.core.errors import (
     EXIT_INTERRUPTED,
@@ -183,6 +183,7 @@ def main() -> None:
     except OSError as error:
         action = "write the output" if error.filename is None else f"read {error.filename}"
         _print_error(f"cannot {action}: {os_error_text(error)}")
+        ignore_output_errors()  # Python flushes once more at its exit
         code = StorageError.exit_code
     except Exception as error:
         import traceback

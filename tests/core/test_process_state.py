@@ -33,6 +33,7 @@ ALLOWED = {  # file → what it changes, and why no thread of another caller see
     },
     "core/slurm/arrays.py": {"os.environ[]"},  # submitit passes this process's variables on
     "core/slurm/processes.py": {"signal.signal"},
+    "train/checkpoint/pickle_process.py": {"resource.setrlimit"},
     "train/plugins.py": {"sys.stdout"},
     # Supervisor, launcher and worker: their tasks get these variables, limits and signals
     "launch/supervise/allocation.py": {"os.environ[]", "os.environ.pop"},

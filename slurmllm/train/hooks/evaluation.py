@@ -74,7 +74,9 @@ class EvaluationHook(Hook):
             if job.step == job.last_step:
                 then = f"`slurmllm evaluate {job.run.name} --task validation` evaluates it"
                 level = logging.WARNING
-            log.log(level, "%s ended the evaluation of step %d; %s", job.stop.agreed, job.step, then)
+            log.log(
+                level, "%s ended the evaluation of step %d; %s", job.stop.agreed, job.step, then
+            )
             return
         seconds = time.monotonic() - began
         listing = "  ".join(

@@ -60,16 +60,16 @@ def test_profile_and_default(home: Path, fake: FakeSlurm) -> None:
     shown = printed(init("--yes"))
     assert "figures     guess: the GPU v100 has no shipped profile" in shown
     assert "slurmllm calibrate --nodes 2 --out measured.yaml" in shown
-    assert (home / "config.yaml").read_text() == "cluster: cluster-main.yaml\n"
-    first = (home / "cluster-main.yaml").read_text().splitlines()[0]
+    assert (home / "config.yaml").read_text() == "cluster: fake-main.yaml\n"
+    first = (home / "fake-main.yaml").read_text().splitlines()[0]
     assert first == schema_line("cluster").strip()
-    assert chosen_profile() == "cluster-main"
-    assert "cluster-main, by " + str(home) in call("doctor", "--json").stdout
+    assert chosen_profile() == "fake-main"
+    assert "fake-main, by " + str(home) in call("doctor", "--json").stdout
 
 
 def test_nothing_is_replaced_without_force(home: Path, fake: FakeSlurm) -> None:
     home.mkdir()
-    profile = home / "cluster-main.yaml"
+    profile = home / "fake-main.yaml"
     profile.write_text("extends: p5\n")
     assert "exists; --force replaces it, --out FILE.yaml writes another" in refused(init("--yes"))
     done = init(text="n\n")  # one partition: no question for it
@@ -100,7 +100,7 @@ def test_order_of_the_default_cluster(
 ) -> None:
     assert chosen_profile() == "local"
     assert init("--yes").exit_code == 0
-    assert chosen_profile() == "cluster-main"
+    assert chosen_profile() == "fake-main"
     # On this machine the profile of the Slurm cluster is not meant.
     local = ("submit", "tiny_neox", "--local", "--dry-run", "--json", f"--runs-dir={tmp_path}")
     dry = call(*local, "--data=builtin")
@@ -128,7 +128,7 @@ def test_a_faulty_configuration(home: Path, fake: FakeSlurm) -> None:
     # One of another form is left alone.
     configuration.unlink()
     configuration.write_text("{data_folder: /fsx}\n")
-    assert "write into it: cluster: cluster-main.yaml" in refused(init("--yes"))
+    assert "write into it: cluster: fake-main.yaml" in refused(init("--yes"))
     assert configuration.read_text() == "{data_folder: /fsx}\n"
 
 

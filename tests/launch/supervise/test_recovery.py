@@ -61,7 +61,7 @@ def test_a_stopped_worker_is_found_and_the_run_goes_on(
     hung = bench.attempt("stopped", 0)
     assert hung["blamed_nodes"] == ["local1"]
     assert "limit 5 s" in hung["evidence"][0]
-    assert "rank 1: no answer; state T (stopped)" in hung["evidence"][-1]
+    assert any("rank 1: no answer; state T (stopped)" in line for line in hung["evidence"])
     assert (hung["steps_gained"], hung["checkpoint_after"]) == (20, 20)
     assert hung["steps_lost"] == hung["last_step"] - 20 >= 3
     assert bench.compare_exactly(unbroken, "stopped")["overlaps"]["b"]["identical"]
