@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -10,7 +11,7 @@ import click
 
 from slurmllm.cli import options
 from slurmllm.core.errors import SlurmError, UserError
-from slurmllm.core.format import Texts, Values, format_time
+from slurmllm.core.format import Texts, Values, format_names, format_time
 from slurmllm.core.run.rundir import RunDir, find_run
 
 if TYPE_CHECKING:
@@ -66,6 +67,8 @@ def nodes(
         raise UserError("--exclude and --clear are for all runs: leave out RUN")
     if bool(excluding) != bool(reason):
         raise UserError("--exclude and --reason belong together: `--exclude n7 --reason TEXT`")
+    if math.isnan(hours):
+        raise UserError("--hours nan: write a number of hours")
     client = SlurmClient()
     runs = list_runs(runs_dir) if run is None else [find_run(run, runs_dir)]
     if run is not None and included:
@@ -138,6 +141,8 @@ def _print(rows: Sequence[Values], site: Sequence[Values]) -> None:
         more: options.Columns = {"user": "user", "avoided": "avoided", "reason": "reason"}
         options.print_rows(False, "", site, {**columns, **more}, "reason")
         options.note("excluded from new jobs of all runs; `slurmllm nodes --clear NODE` ends it")
+    if names := [row["node"] for row in site if not row["avoided"]]:
+        options.note(f"not avoided: {format_names(names)}; of a partition, a quarter at most is")
 
 
 def include_nodes(run: RunDir, client: SlurmClient, names: Sequence[str]) -> None:

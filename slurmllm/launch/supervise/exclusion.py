@@ -40,6 +40,7 @@ from slurmllm.launch.supervise.policy import (
 from slurmllm.launch.supervise.site_nodes import (
     add_record,
     has_ended,
+    next_time,
     read_records,
     site_exclusions,
 )
@@ -162,7 +163,7 @@ def exclude_failed(
     On a `cluster` of that name they count for the site's other runs too, but for what a drill did.
     """
     longest = load(run.config).recipe.slurm.exclude_hours
-    now = time.time()
+    now = next_time(root_of(run), failing)
     record = ExcludedNodes.find(run.excluded) or ExcludedNodes()
     before = {node.node: node for node in record.nodes}
     new, site = [], []
@@ -213,7 +214,7 @@ def include(run: RunDir, client: SlurmClient, names: Sequence[str]) -> list[str]
             raise UserError(f"{run.name} does not exclude {name}; excluded nodes: {listed}")
     ExcludedNodes(
         nodes=tuple(node for node in record.nodes if node.node not in names),
-        included={**record.included, **dict.fromkeys(names, time.time())},
+        included={**record.included, **dict.fromkeys(names, next_time(root_of(run), names))},
     ).save(run.excluded)
     changed = [job for job, nodes in lists.items() if {*names} & {*nodes}]
     for job in changed:

@@ -13,7 +13,7 @@ import logging
 import os
 import stat
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import chain
 from pathlib import Path
@@ -21,7 +21,7 @@ from typing import get_args
 
 from slurmllm.core.config.resolve import RunConfig
 from slurmllm.core.errors import SlurmError, UserError
-from slurmllm.core.format import Json
+from slurmllm.core.format import Json, format_plural
 from slurmllm.core.run.records import (
     ExcludedNode,
     ExcludedNodes,
@@ -32,6 +32,7 @@ from slurmllm.core.run.records import (
 from slurmllm.core.run.rundir import RunDir, node_records, read_all, storage_errors
 from slurmllm.core.run.safe_files import read_limited, user_name
 from slurmllm.core.slurm.client import PartitionNode, SlurmClient
+from slurmllm.core.slurm.setup import VERSION
 
 # Of a partition's nodes, but one of two: more suspicions at a time are rather of what the nodes
 # share (switch, file system, profile), and false records must not empty a partition.
@@ -50,10 +51,11 @@ log = logging.getLogger(__name__)
 def read_records(root: Path) -> list[SiteNodeRecord]:
     """Read the records of a runs folder, with their owners; those unreadable are left out."""
     paths = sorted(node_records(root).glob("[!.]*.json"))[:MAX_RECORDS]
-    records = [record for record in read_all(_read, paths) if record is not None]
-    if len(records) < len(paths):
-        log.warning("%d unreadable records in %s", len(paths) - len(records), node_records(root))
-    return [record for record in records if record.since < time.time() + MAX_SKEW_S]
+    records = read_all(_read, paths)
+    if unreadable := [path for path, record in zip(paths, records, strict=True) if record is None]:
+        number = format_plural(len(unreadable), "unreadable record")
+        log.warning("%s of nodes ignored, such as %s", number, unreadable[0])
+    return [r for r in records if r is not None and r.since < time.time() + MAX_SKEW_S]
 
 
 def _read(path: Path) -> SiteNodeRecord | None:
@@ -65,13 +67,22 @@ def _read(path: Path) -> SiteNodeRecord | None:
     return None
 
 
+def next_time(root: Path, nodes: Collection[str]) -> float:
+    """Return the time of new records of nodes, after those there: clocks of machines differ."""
+    earlier = (record.since for record in read_records(root) if record.node in nodes)
+    return max([time.time(), *(since + 1e-3 for since in earlier)])
+
+
 def add_record(root: Path, record: SiteNodeRecord, source: str) -> None:
-    """Write a record in place of an earlier one of this user and source; raises StorageError."""
+    """Write a record in place of an equal one of this user and source; raises StorageError.
+
+    One with other evidence stays: a weaker suspicion must not end a stronger one.
+    """
     folder = node_records(root)
     with storage_errors(f"cannot make {folder}"), suppress(FileExistsError):
         folder.mkdir()
         folder.chmod(stat.S_IMODE(root.stat().st_mode))  # who may make runs may record nodes
-    key = f"{record.kind} {record.cluster} {os.geteuid()} {source}"
+    key = f"{record.kind} {record.evidence} {record.cluster} {os.geteuid()} {source}"
     digest = hashlib.sha256(key.encode()).hexdigest()[:12]
     record.save(folder / f"{record.node}.{digest}.json")
     for path in folder.glob("*.json"):
@@ -124,14 +135,15 @@ def site_exclusions(client: SlurmClient, config: RunConfig, root: Path, run: Run
     """
     if not (records := read_records(root)):
         return []
-    partition = os.environ.get("SLURM_JOB_PARTITION") or config.recipe.slurm.partition
+    # Of `submit` in another job, the variable is that job's.
+    own_job = os.environ.get("SLURM_JOB_PARTITION") if VERSION in os.environ else None
+    partition = config.recipe.slurm.partition or own_job or config.cluster.partition
     included = (ExcludedNodes.find(run.excluded) or ExcludedNodes()).included
     try:
         effective = in_effect(
             [r for r in records if r.kind != "excluded" or included.get(r.node, 0.0) < r.since],
             client.cluster_name(),
         )
-        partition = partition or config.cluster.partition
         return within_share(client.partition_nodes(), effective, partition)
     except SlurmError as error:
         log.warning("the site's excluded nodes are not avoided: %s", error)
@@ -160,7 +172,8 @@ def change_by_user(
     Raises a UserError if one is not in slurm.conf or, to end it, is not excluded.
     """
     cluster = client.cluster_name()
-    names = client.hostnames(",".join(lists))
+    if not (names := client.hostnames(",".join(lists)) if any(lists) else ()):
+        raise UserError("no node is named")
     candidates = (
         {*client.node_states()}
         if hours
@@ -170,7 +183,7 @@ def change_by_user(
         kind = "nodes" if hours else "excluded nodes"
         listed = " ".join(sorted(candidates)) or "none"
         raise UserError(f"{' '.join(unknown)}: not of the cluster's {kind}: {listed}")
-    now = time.time()
+    now = next_time(root, names)
     records = [
         SiteNodeRecord(
             node=name,
@@ -197,7 +210,8 @@ def end_by_health(
         if health is None or health.checks_s is None or health.of("fail"):
             continue
         passed = tuple(sorted({finding.check for finding in health.of("ok")}))
-        update = {"kind": "healthy", "checks": passed, "since": time.time(), "run": None}
+        since = next_time(root, [record.node])
+        update = {"kind": "healthy", "checks": passed, "since": since, "run": None}
         end = record.model_copy(update=update)
         if ended := has_ended(record, [end]):
             # Of other checks, another file: this one ends what those did not look at.

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from command_line import answer, call
+from command_line import answer, call, refused
 from fake_slurm import FakeSlurm
 from launch.supervise.starts import start_of
 from made_records import make_run
@@ -289,3 +289,64 @@ def test_earlier_records_of_a_run_are_read(root: Path) -> None:
     assert excluded(run) == [ExcludedNode.model_validate(node)]
     add(root, kind="cleared", since=time.time() + 1)
     assert excluded(run) == []
+
+
+def test_a_record_ends_those_of_machines_whose_clock_is_ahead(slurm: FakeSlurm, root: Path) -> None:
+    run, ahead = make_run(root / "a"), time.time() + 300
+    for node in ("n3", "n4"):
+        add(root, node, evidence="hardware", since=ahead, until=ahead + HOUR_S)
+    call("nodes", "--clear", "n3")
+    assert names(root) == ["n4"]
+    call("nodes", "a", "--include", "n4")
+    assert excluded_names(slurm, run, load(run.config)) == []
+    fail(run, "hardware", "n3")  # by a machine whose clock is behind
+    assert names(root)[0] == "n3"
+    assert [node.node for node in excluded(run)] == ["n3"]
+
+
+def test_a_weaker_suspicion_does_not_end_a_stronger_one(root: Path) -> None:
+    run = make_run(root / "a")
+    fail(run, "hardware")
+    fail(run, "repeated")
+    (record,) = in_effect(read_records(root), "fake")
+    assert record.evidence == "hardware"
+    assert record.until - record.since == pytest.approx(24 * HOUR_S)
+
+
+def test_the_partition_is_that_of_the_new_job(
+    slurm: FakeSlurm, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add(root)
+    monkeypatch.setenv("SLURM_JOB_PARTITION", "interactive")  # in which `submit` is called
+    assert submit()["excluded"] == ["n3"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        (("--exclude", "", "--reason", "x"), "no node is named"),
+        (("--exclude", "n3", "--reason", "x", "--hours", "nan"), "--hours nan: write a number"),
+        (("--clear", ""), "no node is named"),
+    ],
+)
+def test_a_mistake_is_an_error_of_one_line(
+    arguments: tuple[str, ...], error: str, slurm: FakeSlurm, root: Path
+) -> None:
+    assert refused(call("nodes", *arguments)).startswith(f"error: {error}")
+
+
+def test_what_the_share_leaves_out_is_named(slurm: FakeSlurm, root: Path) -> None:
+    done = call("nodes", "--exclude", "n[1-4]", "--reason", "x" * 5000)
+    assert "not avoided: n3, n4; of a partition, a quarter at most is" in done.stderr
+    (root / ".nodes/n9.json").write_text("{}")
+    assert f"1 unreadable record of nodes ignored, such as {root}/.nodes/n9.json" in (
+        call("nodes").stderr
+    )
+
+
+def test_an_earlier_version_had_no_limit_of_a_reason(slurm: FakeSlurm, root: Path) -> None:
+    run = make_run(root / "a")
+    times = {"since": time.time(), "until": time.time() + HOUR_S}
+    run.excluded.write_text(json.dumps({"nodes": [{"node": "n3", "reason": "x" * 9999, **times}]}))
+    assert call("nodes", "a", "--json").exit_code == 0
+    assert [node.node for node in excluded(run)] == ["n3"]
