@@ -202,7 +202,8 @@ def slurm(path: Path) -> None:
         "config": commands.settings,
         "sbatch": lambda: commands.submit(text),
     }
-    with mock.patch.object(client, "_run", return_value=text):
+    answer = mock.patch.object(client, "_run", return_value=text)
+    with answer, mock.patch.object(client, "ADOPTION_S", 0.1):  # sbatch's text may be no job id
         verbs[path.stem]()
 
 

@@ -51,6 +51,7 @@ SLURM_NOTICE_S = 330.0  # Slurm's default SlurmdTimeout (300 s) and a margin
 SLOW_S = 3600.0  # that a rank is slow before its node is left out (`slurm.exclude_slow`)
 # Without a fault that is proven: the node is excluded only if the job can start without it.
 SURMISED = ("repeated", "slow")
+_SILENT = re.compile(r"(idle|mixed|allocated|completing)\*")
 _UNUSABLE = ("down", "drain", "fail", "maint", "power", "reboot", "unknown", "*")
 
 log = logging.getLogger(__name__)
@@ -289,23 +290,28 @@ def nodes_to_avoid(
     it they are not asked.
     """
     candidates = list(dict.fromkeys([*lost, *excluded_before]))
-    for count in range(len(candidates), max(len(lost), 1) - 1, -1):
-        if retry_unreachable(partial(client.can_start, script, candidates[:count])):
-            return sorted(candidates[:count])
-    if not lost:
-        return []
     names = " ".join(lost)
-    log.info("no spare node for %s: waiting until Slurm notices the loss", names)
     deadline = time.monotonic() + SLURM_NOTICE_S
-    while time.monotonic() < deadline:
+    waits = False
+    while True:
+        for count in range(len(candidates), max(len(lost), 1) - 1, -1):
+            if retry_unreachable(partial(client.can_start, script, candidates[:count])):
+                return sorted(candidates[:count])
+        if not lost or time.monotonic() > deadline:
+            return []
+        if not waits:
+            log.info("no spare node for %s: waiting until Slurm notices the loss", names)
+            waits = True
         states = retry_unreachable(client.node_states)
-        if not all(usable(states.get(name, "unknown")) for name in lost):
-            break
+        # Slurm's messages to a node go through others: those that wait for a lost one are silent
+        # too (`allocated*`), until slurmctld asks them again.
+        for_now = any(_SILENT.match(states[name]) for name in {*states} - {*lost})
+        if not for_now and not all(usable(states.get(name, "unknown")) for name in lost):
+            return []
         if job_id is not None and all(client.responds(job_id, name) for name in lost):
             log.info("no spare node for %s, which responds: not excluded", names)
-            break
+            return []
         time.sleep(POLL_S)
-    return []
 
 
 def requeue(client: SlurmClient, job_id: str) -> None:

@@ -218,6 +218,20 @@ def test_without_spare_nodes_slurm_is_waited_for(job: Job, monkeypatch: pytest.M
     assert nodes_to_avoid(cluster, TWO, ["n2"], []) == []
 
 
+def test_nodes_that_are_silent_beside_a_lost_one_are_waited_for(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster, job_id = job
+    cluster.states.update(n1="allocated*", n2="allocated*", n3="down*", n4="idle")
+    monkeypatch.setattr(cluster, "responds", lambda *_: False)
+    answers = iter(["allocated*", "allocated"])
+    monkeypatch.setattr(
+        "slurmllm.launch.supervise.exclusion.time.sleep",
+        lambda _: cluster.states.update(n1=next(answers)),
+    )
+    assert nodes_to_avoid(cluster, TWO, ["n2"], [], job_id=job_id) == ["n2"]
+
+
 def test_a_log_that_cannot_be_written_is_waited_for(tmp_path: Path) -> None:
     run = RunDir(tmp_path)
     wait_writable(run, 0.1)  # no longer than that
