@@ -5,6 +5,7 @@ Pure functions of records, so that a simulation of months runs the supervisor's 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from itertools import takewhile
 from typing import NamedTuple
@@ -39,6 +40,8 @@ ACTIONS: Mapping[EndingClass, tuple[Action, ...]] = {
     "cancelled": ("stop",),
     "superseded": ("stop",),
 }
+# Of Slurm's doing, whatever the run does
+_PREEMPTED = re.compile(r"Slurm: (the job is )?PREEMPTED\b")
 # The classes with a budget: its field in the recipe, and the name of the class in messages.
 BUDGETS: Mapping[EndingClass, tuple[str, str]] = {
     "node_failure": ("failure_budget", "node failures"),
@@ -96,7 +99,10 @@ def decide(
         return _with_action(closed, "stop", message)
     limits = recipe.slurm
     streak = takewhile(lambda attempt: not gained(attempt), (closed, *reversed(earlier)))
-    idle_attempts = [a for a in streak if a.ending != "divergence"]  # see guard.max_roll_backs
+    # Of roll-backs see guard.max_roll_backs.
+    idle_attempts = [
+        a for a in streak if a.ending != "divergence" and not any(map(_PREEMPTED.match, a.evidence))
+    ]
     idle, alike = len(idle_attempts), _not_helped(idle_attempts)
     if alike >= limits.no_progress_limit and closed.ending != "divergence":
         message = f"{alike} attempts in a row without a new checkpoint (slurm.no_progress_limit)"

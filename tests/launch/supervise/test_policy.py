@@ -74,6 +74,16 @@ def test_as_many_idle_attempts_in_a_row_as_the_limit_stop_the_run(
         assert (row.action == "stop") == idle == (row.ending == "no_progress")
 
 
+@pytest.mark.parametrize(
+    "evidence", ["Slurm: the job is PREEMPTED", "Slurm: PREEMPTED; the supervisor on n1 ended"]
+)
+def test_preemptions_never_end_a_run(evidence: str) -> None:
+    idle = [attempt(n, "advance_signal", evidence=(evidence, "SIGTERM")) for n in range(9)]
+    decisions = play([*idle, attempt(9, "hang"), attempt(10, "hang"), idle[0]], SHORT)
+    assert {row.action for row in decisions} == {"requeue"}
+    assert play([*decisions, attempt(11, "hang")], SHORT)[-1].ending == "no_progress"
+
+
 def test_a_roll_back_goes_on_and_is_no_idle_attempt() -> None:
     limits = recipe("slurm.no_progress_limit=2")
     diverged = attempt(0, "divergence")
