@@ -50,7 +50,7 @@ _ENDINGS_OF_ERRORS: Mapping[str, EndingClass] = {
 KILLED = "killed"  # error of a process that its launcher saw end by a signal
 # Of a process whose child, such as one that reads data, was killed
 _LOST_CHILD = re.compile(
-    r"killed by signal(?: 9|: Killed)|exited unexpectedly|BrokenProcessPool|abruptly"
+    r"(killed by signal(?: 9|: Killed))|exited unexpectedly|BrokenProcessPool|abruptly"
 )
 # Of one that got the SIGTERM of Slurm before its worker did
 _STOPPED_CHILD = re.compile(r"killed by signal(?: 15\b|: Terminated)")
@@ -408,12 +408,14 @@ def _by_failure(evidence: Evidence) -> Ending | None:
         oom_kills = node.oom_kills
         reason = (
             *reason,
-            f"usual cause: too little host memory (the kernel's oom_kill on {first.node}: "
-            f"{oom_kills})",
+            "usual cause: too little host memory; " * bool(oom_kills)
+            + f"the kernel's oom_kill on {first.node}: {oom_kills}",
         )
     exhausted = oom_kills or first.error == "MemoryError" or "OutOfMemory" in first.error
+    by_kill = _killed_child(first.message, node)
     rows: Sequence[tuple[EndingClass, object]] = (
-        ("out_of_memory", exhausted or _matches(first, "memory")),
+        ("out_of_memory", exhausted or (not by_kill and _matches(first, "memory"))),
+        ("node_failure", by_kill),
         # Its message is the plugin's, whatever it reads like.
         ("code_error", first.error == "PluginError"),
         ("storage_failure", first.exit_code == 4),
@@ -425,6 +427,12 @@ def _by_failure(evidence: Evidence) -> Ending | None:
     )
     ending = next(ending for ending, is_so in rows if is_so)
     return Ending(ending, reason, (first.node,) if ending == "node_failure" else ())
+
+
+def _killed_child(message: str, node: NodeRecord | None) -> bool:
+    """Whether a child got a SIGKILL from outside, by the kernel's count not for want of memory."""
+    lost = _LOST_CHILD.search(message)
+    return bool(lost and lost[1]) and node is not None and not node.oom_kills
 
 
 def device_fault(failure: FailureRecord) -> bool:
@@ -481,7 +489,8 @@ def _by_workers(evidence: Evidence, workers: Sequence[FailedWorker]) -> Ending |
             unexplained = unexplained or by_signal
             continue
         line, meaning = cause
-        ending, blamed = ENDINGS[meaning]
+        by_kill = _killed_child(line, evidence.nodes.get(worker.node))
+        ending, blamed = ENDINGS["node" if by_kill else meaning]
         by_log = Ending(
             ending,
             (f"{origin} {how_ended(worker.code)}: {line.strip()[:400]}",),
