@@ -57,8 +57,9 @@ class Evaluator:
         last = False
         while not last:
             last = stop.wait(INTERVAL_S)
-            with diagnostic("evaluations"):  # what fails is tried again at the next look
-                self.look()
+            for _ in range(_TRIES if last else 1):  # no refused one stays due
+                with diagnostic("evaluations"):  # what fails is tried again at the next look
+                    self.look()
 
     def look(self) -> None:
         evaluate = self.config.recipe.evaluate
@@ -130,7 +131,10 @@ def evaluate_checkpoint(run: RunDir, config: RunConfig, step: int) -> None:
             state, error = "done", ""
             break
         except Exception as fault:  # whatever it is: `status` says it
-            state, error = "failed", str(fault) or repr(fault)
+            state, error = "failed", str(fault)
+            if not isinstance(fault, SlurmllmError):
+                error = repr(fault)
+                log.warning("step %d: the evaluation failed", step, exc_info=True)
     # Read again: a job may start before it is recorded.
     record = CheckpointEvaluation.load(run.evaluating(step))
     save_evaluation(run, record, state=state, error=error)

@@ -3,6 +3,7 @@
 import json
 import os
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -194,3 +195,23 @@ def test_submit_refuses(recipe: str, evaluate: str, fault: str, tmp_path: Path) 
     arguments = ["submit", recipe, "--local", "--runs-dir", tmp_path, f"evaluate={evaluate}"]
     more = ["--data", "builtin"] if recipe == "tiny_neox" else ["command.run=train"]
     assert fault in refused(run_verb(*arguments, *more))
+
+
+def test_a_refused_one_that_the_last_look_meets_first_has_failed(tmp_path: Path) -> None:
+    run, config = make(tmp_path)
+    slurm, stop = FakeSlurm(), threading.Event()
+    slurm.refuse = "QOSMaxSubmitJobPerUserLimit"
+    stop.set()
+    Evaluator(run, config, slurm).watch(stop)
+    assert states(run) == ["failed"] * 4
+
+
+def test_the_log_has_the_traceback_of_an_error_of_our_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    run, config = make(tmp_path)
+    Evaluator(run, config, FakeSlurm()).look()
+    monkeypatch.setattr(beside, "last_scores", lambda output: {}["accuracy"])
+    evaluate_checkpoint(run, config, 10)
+    assert states(run)[0] == "failed"
+    assert "KeyError: 'accuracy'" in caplog.text
