@@ -21,7 +21,7 @@ from typing import get_args
 
 from slurmllm.core.config.resolve import RunConfig
 from slurmllm.core.errors import SlurmError, UserError
-from slurmllm.core.format import Json, format_plural
+from slurmllm.core.format import Json
 from slurmllm.core.run.records import (
     ExcludedNode,
     ExcludedNodes,
@@ -52,9 +52,8 @@ def read_records(root: Path) -> list[SiteNodeRecord]:
     """Read the records of a runs folder, with their owners; those unreadable are left out."""
     paths = sorted(node_records(root).glob("[!.]*.json"))[:MAX_RECORDS]
     records = read_all(_read, paths)
-    if unreadable := [path for path, record in zip(paths, records, strict=True) if record is None]:
-        number = format_plural(len(unreadable), "unreadable record")
-        log.warning("%s of nodes ignored, such as %s", number, unreadable[0])
+    if None in records:
+        log.warning("unreadable records of nodes, such as %s", paths[records.index(None)])
     return [r for r in records if r is not None and r.since < time.time() + MAX_SKEW_S]
 
 
@@ -172,8 +171,9 @@ def change_by_user(
     Raises a UserError if one is not in slurm.conf or, to end it, is not excluded.
     """
     cluster = client.cluster_name()
-    if not (names := client.hostnames(",".join(lists)) if any(lists) else ()):
+    if not any(lists):
         raise UserError("no node is named")
+    names = client.hostnames(",".join(lists))
     candidates = (
         {*client.node_states()}
         if hours
@@ -205,13 +205,13 @@ def end_by_health(
     root: Path, cluster: str, nodes: Mapping[str, NodeHealth]
 ) -> Iterator[tuple[SiteNodeRecord, bool]]:
     """Record the nodes that passed `health`; yields their exclusions and whether that ends them."""
+    now = next_time(root, nodes)
     for record in in_effect(read_records(root), cluster):
         health = nodes.get(record.node)
         if health is None or health.checks_s is None or health.of("fail"):
             continue
         passed = tuple(sorted({finding.check for finding in health.of("ok")}))
-        since = next_time(root, [record.node])
-        update = {"kind": "healthy", "checks": passed, "since": since, "run": None}
+        update = {"kind": "healthy", "checks": passed, "since": now, "run": None}
         end = record.model_copy(update=update)
         if ended := has_ended(record, [end]):
             # Of other checks, another file: this one ends what those did not look at.
