@@ -52,8 +52,8 @@ def read_records(root: Path) -> list[SiteNodeRecord]:
     """Read the records of a runs folder, with their owners; those unreadable are left out."""
     paths = sorted(node_records(root).glob("[!.]*.json"))[:MAX_RECORDS]
     records = read_all(_read, paths)
-    if None in records:
-        log.warning("unreadable records of nodes, such as %s", paths[records.index(None)])
+    if count := records.count(None):
+        log.warning("%d unreadable records, such as %s", count, paths[records.index(None)])
     return [r for r in records if r is not None and r.since < time.time() + MAX_SKEW_S]
 
 

@@ -211,7 +211,7 @@ def test_the_log_has_the_traceback_of_an_error_of_our_own(
 ) -> None:
     run, config = make(tmp_path)
     Evaluator(run, config, FakeSlurm()).look()
-    monkeypatch.setattr(beside, "last_scores", lambda output: {}["accuracy"])
+    monkeypatch.setattr(beside, "last_scores", lambda output: dict[str, float]()["accuracy"])
     evaluate_checkpoint(run, config, 10)
     assert states(run)[0] == "failed"
     assert "KeyError: 'accuracy'" in caplog.text

@@ -339,7 +339,7 @@ def test_what_the_share_leaves_out_is_named(slurm: FakeSlurm, root: Path) -> Non
     done = call("nodes", "--exclude", "n[1-4]", "--reason", "x" * 5000)
     assert "not avoided: n3, n4; of a partition, a quarter at most is" in done.stderr
     (root / ".nodes/n9.json").write_text("{}")
-    unreadable = f"unreadable records of nodes, such as {root}/.nodes/n9.json"
+    unreadable = f"1 unreadable records, such as {root}/.nodes/n9.json"
     assert unreadable in call("nodes").stderr
 
 
