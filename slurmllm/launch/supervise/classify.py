@@ -403,8 +403,8 @@ def _by_failure(evidence: Evidence) -> Ending | None:
         return Ending("bad_configuration", (evidence.no_gpu, *reason))
     if first.error in _ENDINGS_OF_ERRORS:
         return Ending(_ENDINGS_OF_ERRORS[first.error], reason)
-    oom_kills = 0
-    if _LOST_CHILD.search(first.message) and node is not None:
+    oom_kills, lost = 0, _LOST_CHILD.search(first.message)
+    if lost and node is not None:
         oom_kills = node.oom_kills
         reason = (
             *reason,
@@ -412,10 +412,10 @@ def _by_failure(evidence: Evidence) -> Ending | None:
             + f"the kernel's oom_kill on {first.node}: {oom_kills}",
         )
     exhausted = oom_kills or first.error == "MemoryError" or "OutOfMemory" in first.error
-    by_kill = _killed_child(first.message, node)
     rows: Sequence[tuple[EndingClass, object]] = (
-        ("out_of_memory", exhausted or (not by_kill and _matches(first, "memory"))),
-        ("node_failure", by_kill),
+        ("out_of_memory", exhausted),
+        ("node_failure", lost and lost[1]),  # not by the kernel, by its count
+        ("out_of_memory", _matches(first, "memory")),
         # Its message is the plugin's, whatever it reads like.
         ("code_error", first.error == "PluginError"),
         ("storage_failure", first.exit_code == 4),
@@ -427,12 +427,6 @@ def _by_failure(evidence: Evidence) -> Ending | None:
     )
     ending = next(ending for ending, is_so in rows if is_so)
     return Ending(ending, reason, (first.node,) if ending == "node_failure" else ())
-
-
-def _killed_child(message: str, node: NodeRecord | None) -> bool:
-    """Whether a child got a SIGKILL from outside, by the kernel's count not for want of memory."""
-    lost = _LOST_CHILD.search(message)
-    return bool(lost and lost[1]) and node is not None and not node.oom_kills
 
 
 def device_fault(failure: FailureRecord) -> bool:
@@ -489,8 +483,7 @@ def _by_workers(evidence: Evidence, workers: Sequence[FailedWorker]) -> Ending |
             unexplained = unexplained or by_signal
             continue
         line, meaning = cause
-        by_kill = _killed_child(line, evidence.nodes.get(worker.node))
-        ending, blamed = ENDINGS["node" if by_kill else meaning]
+        ending, blamed = ENDINGS[meaning]
         by_log = Ending(
             ending,
             (f"{origin} {how_ended(worker.code)}: {line.strip()[:400]}",),

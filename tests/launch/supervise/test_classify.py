@@ -161,9 +161,6 @@ BY_ENDING: dict[EndingClass, dict[str, tuple[Evidence, str]]] = {
             {**both(1, 1), "n1": node("n1", {0: 1}, oom_kills=1)},
             failure(0, "BrokenProcessPool", "A process was terminated abruptly"),
         ),
-        "a killed process that reads data, whose node has not counted yet": row(
-            "DataLoader worker", {}, DATA_WORKER_KILLED
-        ),
         "device memory": row(
             "CUDA", both(70, 70), failure(1, "OutOfMemoryError", "CUDA out of memory")
         ),
@@ -196,11 +193,6 @@ BY_ENDING: dict[EndingClass, dict[str, tuple[Evidence, str]]] = {
         "killed from outside": row("rank 1 on n2", both(70, -9), LOST),
         "a process that reads data was killed, not for want of memory": row(
             "is killed by signal: Killed", both(1, 1), DATA_WORKER_KILLED
-        ),
-        "a process that reads data was killed, by the log": row(
-            "is killed by signal: Killed",
-            both(1, 0),
-            log_tails={0: [f"RuntimeError: {DATA_WORKER_KILLED.message}"]},
         ),
         "killed, no echo": row("SIGKILL", both(0, -9)),
         "a node stopped responding": row("n2 stopped responding", only(70), LOST),
