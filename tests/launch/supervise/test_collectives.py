@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from slurmllm.core.run.flight_recorder import (
     recorder_variables,
 )
 from slurmllm.core.run.rundir import AttemptDir, RunDir
+from slurmllm.launch.supervise import collectives
 from slurmllm.launch.supervise.collectives import (
     blocked,
     collect_dumps,
@@ -284,3 +286,25 @@ def test_nccl_reports_the_ranks_behind(
     monkeypatch.setenv("NCCL_RAS_ADDR", "127.0.0.1:1")
     query_ras(attempt)  # nobody answers
     assert not torch_analysis(attempt, 3)
+
+
+def test_another_service_that_never_ends_is_no_report(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Endless(socketserver.StreamRequestHandler):
+        def handle(self) -> None:
+            with suppress(OSError):
+                while True:
+                    self.wfile.write(b"x")
+                    time.sleep(0.02)
+
+    monkeypatch.setattr(collectives, "_RAS_S", 0.2)
+    with socketserver.TCPServer(("127.0.0.1", 0), Endless) as server:
+        threading.Thread(target=server.handle_request, daemon=True).start()
+        monkeypatch.setenv("NCCL_RAS_ADDR", f"127.0.0.1:{server.server_address[1]}")
+        query = threading.Thread(
+            target=query_ras, args=(RunDir(tmp_path).attempt("train", 0),), daemon=True
+        )
+        query.start()
+        query.join(30)
+        assert not query.is_alive()
