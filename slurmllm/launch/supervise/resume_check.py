@@ -39,8 +39,9 @@ _NAN_ROWS = 10  # after the resume, in which two in a row that are not finite co
 _LEVEL = 40  # rows whose median is the level
 _LEAST = 60  # rows before the resume, for a limit
 _MOST = 1000
-# Of a trainer that stops by itself before it prints the loss, as Megatron's rerun_state_machine
-_SAYS_NAN = re.compile(r"\bnan\b|not finite|non-finite", re.IGNORECASE)
+# Of a trainer that stops by itself before it prints the loss, as Megatron's rerun_state_machine;
+# not `np.nan`, nor that NumPy has no 'NaN'
+_SAYS_NAN = re.compile(r"(?<![.`'\w])nan\b|not finite|non-finite", re.IGNORECASE)
 
 
 def loss_fault(before: Sequence[float], after: Sequence[float]) -> str:

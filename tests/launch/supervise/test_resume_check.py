@@ -141,6 +141,21 @@ def test_rows_without_a_loss_leave_the_others_at_their_steps(tmp_path: Path) -> 
     assert check._before == [float(n) for n in range(0, 101, 2)]
 
 
+@pytest.mark.parametrize(
+    "error",
+    [
+        "AttributeError: `np.NaN` was removed in the NumPy 2.0 release. Use `np.nan` instead.",
+        "ImportError: cannot import name 'NaN' from 'numpy'",
+    ],
+)
+def test_an_error_about_the_name_nan_is_not_the_checkpoint_s(error: str, tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    write_rows(run, 0, 1, FLAT)
+    record = make_attempt(1, checkpoint_before=90)
+    crash = Ending("code_error", (f"rank 0: {error}",))
+    assert judge_resume(run, record, crash, ResumeCheck(run, record)) == crash
+
+
 def test_a_trainer_that_stops_by_itself_for_its_loss(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
     write_rows(run, 0, 1, FLAT)
