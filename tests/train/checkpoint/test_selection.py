@@ -76,6 +76,17 @@ def test_a_broken_newest_is_moved_from_a_trainer_that_would_take_it(run: RunDir)
     assert (moved / "train/rank0.pt").stat().st_size > 0
 
 
+def test_what_is_not_the_run_s_own_stays_and_is_said_to(run: RunDir, tmp_path: Path) -> None:
+    (run.path / "outputs").rmdir()
+    (tmp_path / "scratch").mkdir()
+    (run.path / "outputs").symlink_to(tmp_path / "scratch")
+    for step in (10, 20):
+        save(run, step, *OLMO, broken=step == 20)
+    (entry,) = begin(run, adapter("olmo_core")).passed_over
+    assert entry.reason.endswith(f"not in {run.path}: its trainer may take it")
+    assert (tmp_path / "scratch/step20").is_dir()
+
+
 @pytest.mark.parametrize("name", ["torchtitan", "hf_trainer", "megatron_bridge", "litgpt"])
 def test_a_trainer_that_is_told_the_checkpoint_keeps_its_folders(name: str, run: RunDir) -> None:
     command = adapter(name)
