@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -222,7 +223,36 @@ def test_the_order_of_a_folder_does_not_matter(
     assert verify_checkpoint(tmp_path, time.monotonic() + 60).faults[0].startswith(shard.name)
 
 
-def test_numbers_far_apart_are_no_endless_list(tmp_path: Path) -> None:
-    for name in ("rank_0.log", "rank_20261129.log"):
-        (tmp_path / name).touch()
-    assert verify_checkpoint(tmp_path, time.monotonic() + 60).faults[4:] == ("and more",)
+@pytest.mark.parametrize(
+    ("numbers", "missing"),
+    [
+        ((0, 1, 3), ("rank_2.log is missing",)),
+        ((0, 2), ("rank_1.log is missing",)),
+        ((0, 8), ()),  # the first rank of each node saves
+        ((0, 1, 8, 9), ()),
+        ((8, 16), ()),  # of an adapter, say
+        ((0, 20261129), ()),
+        ((1,), ()),
+    ],
+)
+def test_a_number_is_missing_where_most_are_there(
+    numbers: tuple[int, ...], missing: tuple[str, ...], tmp_path: Path
+) -> None:
+    for number in numbers:
+        (tmp_path / f"rank_{number}.log").touch()
+    assert verify_checkpoint(tmp_path, time.monotonic() + 60).faults == missing
+
+
+def test_what_is_not_read_is_no_damage(tmp_path: Path) -> None:
+    with (tmp_path / "trainer_state.json").open("wb") as stream:
+        stream.truncate(1 << 30)  # of a million steps
+    faults, unverified, _ = verify_checkpoint(tmp_path, time.monotonic() + 60)
+    assert faults == ()
+    assert "trainer_state.json: larger than 67,108,864 bytes" in unverified[0]
+
+
+def test_a_pipe_in_place_of_a_list_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / ".metadata")
+    began = time.monotonic()
+    assert "not a regular file" in verify_checkpoint(tmp_path, began + 60).faults[0]
+    assert time.monotonic() - began < 30
