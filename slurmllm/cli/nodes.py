@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -67,8 +66,6 @@ def nodes(
         raise UserError("--exclude and --clear are for all runs: leave out RUN")
     if bool(excluding) != bool(reason):
         raise UserError("--exclude and --reason belong together: `--exclude n7 --reason TEXT`")
-    if math.isnan(hours):
-        raise UserError("--hours nan: write a number of hours")
     client = SlurmClient()
     runs = list_runs(runs_dir) if run is None else [find_run(run, runs_dir)]
     if run is not None and included:

@@ -321,18 +321,9 @@ def test_the_partition_is_that_of_the_new_job(
     assert submit()["excluded"] == ["n3"]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error"),
-    [
-        (("--exclude", "", "--reason", "x"), "no node is named"),
-        (("--exclude", "n3", "--reason", "x", "--hours", "nan"), "--hours nan: write a number"),
-        (("--clear", ""), "no node is named"),
-    ],
-)
-def test_a_mistake_is_an_error_of_one_line(
-    arguments: tuple[str, ...], error: str, slurm: FakeSlurm, root: Path
-) -> None:
-    assert refused(call("nodes", *arguments)).startswith(f"error: {error}")
+@pytest.mark.parametrize("arguments", [("--exclude", "", "--reason", "x"), ("--clear", "")])
+def test_no_node_is_named(arguments: tuple[str, ...], slurm: FakeSlurm, root: Path) -> None:
+    assert refused(call("nodes", *arguments)) == "error: no node is named\n"
 
 
 def test_what_the_share_leaves_out_is_named(slurm: FakeSlurm, root: Path) -> None:
