@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from slurmllm.cli import options
-from slurmllm.core.errors import SlurmError, UserError
+from slurmllm.core.errors import SlurmError, StorageError, UserError
 from slurmllm.core.format import Texts, Values, format_names, format_time
 from slurmllm.core.run.rundir import RunDir, find_run
 
@@ -67,7 +67,7 @@ def nodes(
     if bool(excluding) != bool(reason):
         raise UserError("--exclude and --reason belong together: `--exclude n7 --reason TEXT`")
     client = SlurmClient()
-    runs = list_runs(runs_dir) if run is None else [find_run(run, runs_dir)]
+    runs = [*filter(_readable, list_runs(runs_dir))] if run is None else [find_run(run, runs_dir)]
     if run is not None and included:
         include_nodes(runs[0], client, included)
     if excluding:
@@ -90,6 +90,19 @@ def nodes(
         _print(rows, site)
     else:
         click.echo("no node is excluded")
+
+
+def _readable(run: RunDir) -> bool:
+    """Whether the records of a run can be read, which another user may have closed; else warn."""
+    from slurmllm.core.run.records import ExcludedNodes, JobsRecord
+
+    try:
+        JobsRecord.of(run)
+        ExcludedNodes.find(run.excluded)
+    except StorageError as error:
+        options.warn(error)
+        return False
+    return True
 
 
 def _rows(runs: Sequence[RunDir], client: SlurmClient) -> Sequence[Values]:

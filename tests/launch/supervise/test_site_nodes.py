@@ -334,6 +334,18 @@ def test_what_the_share_leaves_out_is_named(slurm: FakeSlurm, root: Path) -> Non
     assert unreadable in call("nodes").stderr
 
 
+def test_another_user_s_closed_run_hides_no_node(slurm: FakeSlurm, root: Path) -> None:
+    add(root)
+    make_run(root / "a").excluded.write_text(
+        "{"
+    )  # of one that nobody else may read, the same error
+    make_run(root / "b")
+    done = call("nodes")
+    assert (done.exit_code, "n3" in done.stdout) == (0, True)
+    assert "a/excluded.json is damaged" in done.stderr
+    assert "a/excluded.json is damaged" in refused(call("nodes", "a"), 4)
+
+
 def test_an_earlier_version_had_no_limit_of_a_reason(slurm: FakeSlurm, root: Path) -> None:
     run = make_run(root / "a")
     times = {"since": time.time(), "until": time.time() + HOUR_S}
