@@ -10,7 +10,7 @@ import click
 
 from slurmllm.cli import options
 from slurmllm.core.errors import SlurmError, StorageError, UserError
-from slurmllm.core.format import Texts, Values, format_names, format_time
+from slurmllm.core.format import Texts, Values, format_time
 from slurmllm.core.run.rundir import RunDir, find_run
 
 if TYPE_CHECKING:
@@ -93,12 +93,11 @@ def nodes(
 
 
 def _readable(run: RunDir) -> bool:
-    """Whether the records of a run can be read, which another user may have closed; else warn."""
-    from slurmllm.core.run.records import ExcludedNodes, JobsRecord
+    """Whether a run can be read, which another user may have closed; else warn."""
+    from slurmllm.core.run.records import JobsRecord
 
     try:
         JobsRecord.of(run)
-        ExcludedNodes.find(run.excluded)
     except StorageError as error:
         options.warn(error)
         return False
@@ -150,9 +149,10 @@ def _print(rows: Sequence[Values], site: Sequence[Values]) -> None:
     if site:
         more: options.Columns = {"user": "user", "avoided": "avoided", "reason": "reason"}
         options.print_rows(False, "", site, {**columns, **more}, "reason")
-        options.note("excluded from new jobs of all runs; `slurmllm nodes --clear NODE` ends it")
-    if names := [row["node"] for row in site if not row["avoided"]]:
-        options.note(f"not avoided: {format_names(names)}; of a partition, a quarter at most is")
+        options.note(
+            "new jobs of all runs avoid them, but at most a quarter of a partition; "
+            "`slurmllm nodes --clear NODE` ends it"
+        )
 
 
 def include_nodes(run: RunDir, client: SlurmClient, names: Sequence[str]) -> None:

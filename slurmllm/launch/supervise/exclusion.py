@@ -164,7 +164,7 @@ def exclude_failed(
     On a `cluster` of that name they count for the site's other runs too, but for what a drill did.
     """
     longest = load(run.config).recipe.slurm.exclude_hours
-    now = next_time(root_of(run), failing)
+    now = next_time(root_of(run))
     record = ExcludedNodes.find(run.excluded) or ExcludedNodes()
     before = {node.node: node for node in record.nodes}
     new, site = [], []
@@ -215,7 +215,7 @@ def include(run: RunDir, client: SlurmClient, names: Sequence[str]) -> list[str]
             raise UserError(f"{run.name} does not exclude {name}; excluded nodes: {listed}")
     ExcludedNodes(
         nodes=tuple(node for node in record.nodes if node.node not in names),
-        included={**record.included, **dict.fromkeys(names, next_time(root_of(run), names))},
+        included={**record.included, **dict.fromkeys(names, next_time(root_of(run)))},
     ).save(run.excluded)
     changed = [job for job, nodes in lists.items() if {*names} & {*nodes}]
     for job in changed:

@@ -13,7 +13,7 @@ import logging
 import os
 import stat
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import chain
 from pathlib import Path
@@ -66,10 +66,9 @@ def _read(path: Path) -> SiteNodeRecord | None:
     return None
 
 
-def next_time(root: Path, nodes: Collection[str]) -> float:
-    """Return the time of new records of nodes, after those there: clocks of machines differ."""
-    earlier = (record.since for record in read_records(root) if record.node in nodes)
-    return max([time.time(), *(since + 1e-3 for since in earlier)])
+def next_time(root: Path) -> float:
+    """Return the time of a new record, after those there: clocks of machines differ."""
+    return max([time.time(), *(record.since + 1e-3 for record in read_records(root))])
 
 
 def add_record(root: Path, record: SiteNodeRecord, source: str) -> None:
@@ -183,7 +182,7 @@ def change_by_user(
         kind = "nodes" if hours else "excluded nodes"
         listed = " ".join(sorted(candidates)) or "none"
         raise UserError(f"{' '.join(unknown)}: not of the cluster's {kind}: {listed}")
-    now = next_time(root, names)
+    now = next_time(root)
     records = [
         SiteNodeRecord(
             node=name,
@@ -205,7 +204,7 @@ def end_by_health(
     root: Path, cluster: str, nodes: Mapping[str, NodeHealth]
 ) -> Iterator[tuple[SiteNodeRecord, bool]]:
     """Record the nodes that passed `health`; yields their exclusions and whether that ends them."""
-    now = next_time(root, nodes)
+    now = next_time(root)
     for record in in_effect(read_records(root), cluster):
         health = nodes.get(record.node)
         if health is None or health.checks_s is None or health.of("fail"):

@@ -124,8 +124,8 @@ def _set_aside(run: RunDir, attempt: int, entry: PassedOver) -> PassedOver:
     """Move a checkpoint where its trainer does not look; none that is not this run's own."""
     path, folder = Path(entry.path), run.path.resolve()
     if folder not in path.resolve().parents:
-        reason = f"{entry.reason}; not moved, as it is not in {folder}: its trainer may take it"
-        return entry.model_copy(update={"reason": reason})
+        more = f"; not moved, as it is not in {folder}: its trainer may take it"
+        return entry.model_copy(update={"reason": entry.reason + more})
     target = run.set_aside / f"{attempt:03d}" / path.resolve().relative_to(folder)
     with storage_errors(f"cannot move {path} to {target}"):
         target.parent.mkdir(parents=True, exist_ok=True)

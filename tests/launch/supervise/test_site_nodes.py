@@ -326,9 +326,9 @@ def test_no_node_is_named(arguments: tuple[str, ...], slurm: FakeSlurm, root: Pa
     assert refused(call("nodes", *arguments)) == "error: no node is named\n"
 
 
-def test_what_the_share_leaves_out_is_named(slurm: FakeSlurm, root: Path) -> None:
+def test_the_share_and_unreadable_records_are_said(slurm: FakeSlurm, root: Path) -> None:
     done = call("nodes", "--exclude", "n[1-4]", "--reason", "x" * 5000)
-    assert "not avoided: n3, n4; of a partition, a quarter at most is" in done.stderr
+    assert "at most a quarter of a partition" in done.stderr
     (root / ".nodes/n9.json").write_text("{}")
     unreadable = f"1 unreadable records, such as {root}/.nodes/n9.json"
     assert unreadable in call("nodes").stderr
@@ -336,14 +336,11 @@ def test_what_the_share_leaves_out_is_named(slurm: FakeSlurm, root: Path) -> Non
 
 def test_another_user_s_closed_run_hides_no_node(slurm: FakeSlurm, root: Path) -> None:
     add(root)
-    make_run(root / "a").excluded.write_text(
-        "{"
-    )  # of one that nobody else may read, the same error
-    make_run(root / "b")
+    make_run(root / "a").jobs.write_text("{")  # the same error as of a closed one
     done = call("nodes")
     assert (done.exit_code, "n3" in done.stdout) == (0, True)
-    assert "a/excluded.json is damaged" in done.stderr
-    assert "a/excluded.json is damaged" in refused(call("nodes", "a"), 4)
+    assert "a/jobs.json is damaged" in done.stderr
+    assert "a/jobs.json is damaged" in refused(call("nodes", "a"), 4)
 
 
 def test_an_earlier_version_had_no_limit_of_a_reason(slurm: FakeSlurm, root: Path) -> None:
