@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
 from prometheus_client import CollectorRegistry, generate_latest, make_wsgi_app
+from prometheus_client.exposition import ThreadingWSGIServer
 
 from slurmllm.analysis.status.runs import supervised_state
 from slurmllm.analysis.track.prometheus import Page
@@ -26,14 +27,14 @@ INTERVAL_S = 15.0  # between two pages: Prometheus scrapes every 15 to 60 s
 
 
 class _Handler(WSGIRequestHandler):
-    timeout = 5.0  # s, for a client to send its request: the server has one thread
+    timeout = 5.0  # s without a byte of a request
 
     def log_message(self, *_: object) -> None:
         """Log nothing: Prometheus asks four times a minute."""
 
 
 def serve(registry: CollectorRegistry, port: int, token: str | None) -> WSGIServer:
-    """Serve metrics by a thread: to this machine, or to all clients with the token."""
+    """Serve metrics by threads: to this machine, or to all clients with the token."""
     page = make_wsgi_app(registry)
 
     def answer(request: WSGIEnvironment, start: StartResponse) -> Iterable[bytes]:
@@ -44,7 +45,8 @@ def serve(registry: CollectorRegistry, port: int, token: str | None) -> WSGIServ
         result: Iterable[bytes] = page(request, start)
         return result
 
-    server = make_server("" if token else "127.0.0.1", port, answer, handler_class=_Handler)
+    host = "" if token else "127.0.0.1"
+    server = make_server(host, port, answer, ThreadingWSGIServer, _Handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     return server
 
