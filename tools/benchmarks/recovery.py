@@ -142,9 +142,11 @@ class Bench:
         return True
 
     def nodes(self) -> list[str]:
-        """The nodes of the job that trains now, the first one first."""
+        """The nodes that train now, without a spare one; the first of the job's first."""
         listed = self.call("squeue", "--noheader", "--states=RUNNING", "--format=%N")
-        return self.call("scontrol", "show", "hostnames", listed.splitlines()[0]).split()
+        held = self.call("scontrol", "show", "hostnames", listed.splitlines()[0]).split()
+        starts = sorted((self.out / "started").iterdir(), key=_time)[-NODES:]
+        return [node for node in held if any(node == _node(start) for start in starts)]
 
     def blamed(self, since: float) -> list[str]:
         """The nodes that the attempts which ended since then blame."""
@@ -224,6 +226,10 @@ class Bench:
 
 def _time(started: Path) -> float:
     return float(started.name.rpartition("-")[2])
+
+
+def _node(started: Path) -> str:
+    return started.name.rpartition("-")[0]
 
 
 def main() -> None:

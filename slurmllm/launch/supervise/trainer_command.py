@@ -93,7 +93,8 @@ def peer_variables(config: RunConfig, record: AttemptRecord, node_rank: int) -> 
     """
     nodes = len(record.nodes)
     # torchrun's sign, by which Lightning prefers $RANK to Slurm's variables.
-    elastic = {"TORCHELASTIC_RUN_ID": f"{record.master_addr}:{record.master_port}"}
+    endpoint = f"{record.master_addr}:{record.master_port}"
+    elastic = {"TORCHELASTIC_RUN_ID": endpoint}
     sizes = {
         "NNODES": str(nodes),
         "NODE_RANK": str(node_rank),
@@ -105,6 +106,8 @@ def peer_variables(config: RunConfig, record: AttemptRecord, node_rank: int) -> 
         **{f"PET_{name}": value for name, value in sizes.items()},
         "PET_MASTER_ADDR": record.master_addr,
         "PET_MASTER_PORT": str(record.master_port),
+        # torchrun's own value; `tune run` without it is alone on each node.
+        **({"PET_RDZV_ENDPOINT": endpoint} if nodes > 1 else {}),
     }
 
 

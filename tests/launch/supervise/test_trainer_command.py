@@ -133,6 +133,9 @@ def test_variables_of_torchrun_and_of_slurm() -> None:
     variables = peer_variables(config, record, 1)
     names = ("PET_NNODES", "PET_NODE_RANK", "PET_NPROC_PER_NODE", "PET_MASTER_PORT", "NNODES")
     assert [variables[name] for name in names] == ["2", "1", "4", "1234", "2"]
+    assert variables["PET_RDZV_ENDPOINT"] == f"{record.master_addr}:1234"
+    alone = record.model_copy(update={"nodes": ("n1",)})  # torchrun then needs no port of ours
+    assert "PET_RDZV_ENDPOINT" not in peer_variables(config, alone, 0)
     assert config.workers_per_node == 1
     task = slurm_variables(record, 6, 2)
     names = ("PROCID", "NODEID", "LOCALID", "TASKS_PER_NODE", "NTASKS", "NNODES", "JOB_NODELIST")
