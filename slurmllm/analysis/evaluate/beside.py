@@ -57,7 +57,7 @@ class Evaluator:
         last = False
         while not last:
             last = stop.wait(INTERVAL_S)
-            for _ in range(_TRIES if last else 1):  # no refused one stays due
+            for _ in range(1 + last):  # no refused one stays due
                 with diagnostic("evaluations"):  # what fails is tried again at the next look
                     self.look()
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, get_args
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from slurmllm.core.errors import Blame, StorageError
 from slurmllm.core.format import format_duration
@@ -564,7 +564,7 @@ class ExcludedNode(Record):
     """An excluded node."""
 
     node: NodeName
-    reason: Annotated[str, AfterValidator(lambda text: text[:2000])] = ""
+    reason: str = ""
     evidence: NodeEvidence | None = None  # None: recorded by an earlier version
     exclusions: int = 1  # of this node by the run, this one included
     since: Seconds  # Unix time

@@ -34,7 +34,9 @@ from slurmllm.core.run.records import Lines
 from slurmllm.core.run.rundir import AttemptDir, by_rank, read_ranks
 from slurmllm.core.run.safe_files import read_limited, write_whole
 
-_DUMPS_S = 4.0  # torch looks at its pipe once a second
+# Half a second apart: torch looks at its pipe once a second, and may import its compiler before the
+# first dump, for 10 s.
+_LOOKS = 40
 _RAS_S = 10.0  # NCCL waits five for peers, and adds up to five
 _RAS_BYTES = 1 << 20
 _MAX_LINES = 4
@@ -57,15 +59,19 @@ def collect_dumps(attempt: AttemptDir, environment: Mapping[str, str], since: fl
     Torch makes these by itself, after a time-out of a collective.
     """
     pipe, dump = dump_prefixes(environment)
-    listening = {rank for rank, path in by_rank(pipe, ".pipe").items() if request_dump(path)}
-    if listening:
+    missing = {rank for rank, path in by_rank(pipe, ".pipe").items() if request_dump(path)}
+    if missing:
         since = time.time() - 1.0  # a file system's clock may be coarse
-        time.sleep(_DUMPS_S)
-    for rank, path in by_rank(dump).items():
-        with suppress(OSError, ValueError):
-            if path.stat().st_mtime >= since:
-                content = read_dump(path).model_dump_json().encode()
-                write_whole(attempt.collectives(rank), content, durable=False)
+    for _ in range(_LOOKS):
+        for rank, path in by_rank(dump).items():
+            with suppress(OSError, ValueError):  # half-written, say
+                if path.stat().st_mtime >= since:
+                    content = read_dump(path).model_dump_json().encode()
+                    write_whole(attempt.collectives(rank), content, durable=False)
+                    missing.discard(rank)
+        if not missing:
+            break
+        time.sleep(0.5)
 
 
 def query_ras(attempt: AttemptDir) -> None:

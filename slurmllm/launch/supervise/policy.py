@@ -5,7 +5,6 @@ Pure functions of records, so that a simulation of months runs the supervisor's 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from itertools import takewhile
 from typing import NamedTuple
@@ -40,8 +39,6 @@ ACTIONS: Mapping[EndingClass, tuple[Action, ...]] = {
     "cancelled": ("stop",),
     "superseded": ("stop",),
 }
-# Of Slurm's doing, whatever the run does
-_PREEMPTED = re.compile(r"Slurm: (the job is )?PREEMPTED\b")
 # The classes with a budget: its field in the recipe, and the name of the class in messages.
 BUDGETS: Mapping[EndingClass, tuple[str, str]] = {
     "node_failure": ("failure_budget", "node failures"),
@@ -99,9 +96,9 @@ def decide(
         return _with_action(closed, "stop", message)
     limits = recipe.slurm
     streak = takewhile(lambda attempt: not gained(attempt), (closed, *reversed(earlier)))
-    # Of roll-backs see guard.max_roll_backs.
+    # Of roll-backs see guard.max_roll_backs; `Slurm: the job is PREEMPTED` is none of the run's.
     idle_attempts = [
-        a for a in streak if a.ending != "divergence" and not any(map(_PREEMPTED.match, a.evidence))
+        a for a in streak if a.ending != "divergence" and "PREEMPTED" not in str(a.evidence[:1])
     ]
     idle, alike = len(idle_attempts), _not_helped(idle_attempts)
     if alike >= limits.no_progress_limit and closed.ending != "divergence":

@@ -6,6 +6,7 @@ NCCL's monitor answers its launcher's requests itself, with a pipe that takes th
 from __future__ import annotations
 
 import os
+import sys
 import threading
 from contextlib import suppress
 from pathlib import Path
@@ -25,8 +26,11 @@ def answer_requests(rank: int) -> None:
 
     def answer() -> None:
         while os.read(descriptor, 64):
+            # Torch names the lines of code by its compiler, whose import may take longer than
+            # launchers wait.
+            trace = dump_trace(includeStackTraces="torch._inductor.codecache" in sys.modules)
             with suppress(OSError):
-                write_whole(Path(f"{dump}{rank}"), dump_trace(), 0o600, durable=False)
+                write_whole(Path(f"{dump}{rank}"), trace, 0o600, durable=False)
 
     with suppress(OSError):  # a file system without pipes: no reason to end the training
         path.unlink(missing_ok=True)

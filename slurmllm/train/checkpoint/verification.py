@@ -48,7 +48,7 @@ _BACKENDS = {
 
 
 # What a file cannot be read for now, or by us: not damage.
-_PASSING = (errno.EFBIG, errno.ESTALE, errno.ETIMEDOUT, errno.EMFILE)
+_PASSING = (errno.EFBIG, errno.ESTALE, errno.ETIMEDOUT)
 
 
 class _UnverifiedError(Exception):
