@@ -98,7 +98,7 @@ def match_steps(
     shifts, reason = (requested[0] or 0, requested[1] or 0), "--shift"
     if requested == (None, None) and by_step:
         shifts, reason = _choose_shifts(a, b)
-    curves = [shift_steps(curve, by) for curve, by in zip((a, b), shifts, strict=True)]
+    curves = shift_steps(a, shifts[0]), shift_steps(b, shifts[1])
     matches = [
         StepMatch(curve, curve, by, reason) for curve, by in zip(curves, shifts, strict=True)
     ]
@@ -126,21 +126,16 @@ def _choose_shifts(a: Curve, b: Curve) -> tuple[tuple[int, int], str]:
                 first = curve.convention.steps_from
             if first is not None:
                 firsts.append(first)
-    usual, candidates = 0, set[int]()
+    # Small shifts, and those that align first or last steps
+    ends = [int(a.steps[end] - b.steps[end]) for end in (0, -1)]
+    usual, candidates = 0, {*range(-_MAX_OFFSET, _MAX_OFFSET + 1), *ends}
     if len(firsts) == 2:
-        usual = firsts[0] - firsts[1]  # of B relative to A
-        candidates = {0} if usual else candidates
-    else:  # small shifts, and those that align first or last steps
-        ends = {int(a.steps[end] - b.steps[end]) for end in (0, -1)}
-        candidates = {*range(-_MAX_OFFSET, _MAX_OFFSET + 1), *ends} - {0}
-    shift, scatter = usual, _scatter(a, b) if candidates else 0.0
-    if scatter and not _coincide(a, b, usual, scatter):
-        matching = [
-            other
-            for other in candidates
-            if _coincide(a, b, other, scatter, far_from=usual)
-            and (abs(other) <= 1 or _same_values(a, b, other))
-        ]
+        usual, candidates = firsts[0] - firsts[1], {0}  # of B relative to A
+    candidates -= {usual}
+    shift = usual
+    scatter = _scatter(max((a, b), key=lambda curve: len(curve.steps))) if candidates else 0.0
+    if scatter and _distance(a, b, "loss", usual) > _FAR * scatter:
+        matching = [other for other in candidates if _coincide(a, b, other, usual, scatter)]
         shift = matching[0] if len(matching) == 1 else usual
     lower = b if shift > 0 else a  # the one whose steps are counted from 0
     reason = "so that the values of both coincide"
@@ -149,15 +144,14 @@ def _choose_shifts(a: Curve, b: Curve) -> tuple[tuple[int, int], str]:
     return (max(-shift, 0), max(shift, 0)), reason
 
 
-def _scatter(a: Curve, b: Curve) -> float:
-    """Return the scatter of the loss from step to step; 0 if the curves are smooth.
+def _scatter(curve: Curve) -> float:
+    """Return the scatter of the loss from step to step; 0 if the curve is smooth.
 
     The neighbours' mean is as far from a smooth curve all along on one side; the scatter of noise
     changes sides, and exceeds the last digit logged. A shift of smooth curves looks like a
     difference of their values, and nothing distinguishes the two.
     """
-    finer = max((a, b), key=lambda curve: len(curve.steps))
-    values = finer.series("loss")[1][:_MAX_ROWS]
+    values = curve.series("loss")[1][:_MAX_ROWS]
     values = values[np.isfinite(values)]
     if len(values) < _MIN_POINTS:
         return 0.0
@@ -169,39 +163,36 @@ def _scatter(a: Curve, b: Curve) -> float:
     return size if turns > 0.4 and size > max(2 * digit, 1e-6 * level) else 0.0
 
 
-def _coincide(
-    a: Curve, b: Curve, shift: int, scatter: float, *, far_from: int | None = None
-) -> bool:
-    """Return whether the loss of B, shifted, is that of A, and is not if shifted by `far_from`."""
-
-    def distance(metric: str, by: int) -> float:
-        (steps_a, values_a), (steps_b, values_b) = (c.series(metric) for c in (a, b))
-        first = max(steps_a[0], steps_b[0] + by)
-        _, at_a, at_b = np.intersect1d(steps_a, steps_b + by, True, True)[:3]
-        keep = steps_a[at_a] < first + _MAX_ROWS
-        difference = abs(values_a[at_a[keep]] - values_b[at_b[keep]])
-        difference = difference[np.isfinite(difference)]
-        return median(difference) if len(difference) >= _MIN_POINTS else np.inf
-
-    near = distance("loss", shift)
-    if far_from is None or not near < _CLOSE * scatter:
-        return near < _CLOSE * scatter
-    for metric in ("grad_norm", "lr"):  # with batches one step ahead, learning rates coincide as is
-        both = all(metric in curve.columns for curve in (a, b))
-        if both and distance(metric, shift) > distance(metric, far_from):
-            return False
-    return distance("loss", far_from) > _FAR * scatter
+def _distance(a: Curve, b: Curve, metric: str, shift: int) -> float:
+    """Return the median distance of A's values from those of B, shifted; infinite of few."""
+    steps, values_a, values_b = _common_values(a, b, metric, shift)
+    first = max(a.series(metric)[0][0], b.series(metric)[0][0] + shift)
+    difference = abs(values_a - values_b)[steps < first + _MAX_ROWS]
+    difference = difference[np.isfinite(difference)]
+    return median(difference) if len(difference) >= _MIN_POINTS else np.inf
 
 
-def _same_values(a: Curve, b: Curve, shift: int) -> bool:
-    """Return whether the losses of B, shifted, are those of A as far as both logs print them.
+def _common_values(a: Curve, b: Curve, metric: str, shift: int) -> tuple[Ints, Floats, Floats]:
+    """Return the common steps if those of B are shifted, and the values of both. [points] each"""
+    (steps_a, values_a), (steps_b, values_b) = a.series(metric), b.series(metric)
+    steps, at_a, at_b = np.intersect1d(steps_a, steps_b + shift, True, True)
+    return steps, values_a[at_a], values_b[at_b]
 
-    Of data that are shifted they are only alike: an offset of the batches is no count of steps.
+
+def _coincide(a: Curve, b: Curve, shift: int, usual: int, scatter: float) -> bool:
+    """Return whether the values of B, shifted so, are those of A, and no other column objects.
+
+    Of data that are shifted the losses are only alike: an offset of the batches is no count of
+    steps. With batches one step ahead, learning rates coincide without the shift.
     """
-    (steps_a, losses_a), (steps_b, losses_b) = a.series("loss"), b.series("loss")
-    _, at_a, at_b = np.intersect1d(steps_a, steps_b + shift, True, True)[:3]
-    digits = _digits(losses_a[at_a], losses_b[at_b], a.kind, b.kind)
-    return median(abs(losses_a[at_a] - losses_b[at_b]) <= digits) == 1.0
+    if not _distance(a, b, "loss", shift) < _CLOSE * scatter:
+        return False
+    for metric in {"grad_norm", "lr"} & a.columns.keys() & b.columns.keys():
+        if _distance(a, b, metric, shift) > _distance(a, b, metric, usual):
+            return False
+    _, losses_a, losses_b = _common_values(a, b, "loss", shift)
+    digits = _digits(losses_a, losses_b, a.kind, b.kind)
+    return abs(shift) <= 1 or median(abs(losses_a - losses_b) <= digits) == 1.0
 
 
 def _digits(a: Floats, b: Floats, kind_a: SourceKind, kind_b: SourceKind) -> Floats:
@@ -222,29 +213,26 @@ def counted_apart(a: Curve, b: Curve) -> tuple[int, int] | None:
     differ = np.flatnonzero(losses_a[:common] != losses_b[:common])
     # From the first point on, or from where the curves part: a resume may count a step twice.
     for since in dict.fromkeys([0, *differ[:1].tolist()]):
-        rows = _same_rows(losses_a[since:], losses_b[since:], a.kind, b.kind)
-        if rows:
-            row_a, row_b = (since + row for row in rows)
+        # Rows of A and B, one of them the first, of about the same loss
+        begins = [(row, since) for row in _rows_near(losses_a, losses_b, since)]
+        begins += [(since, row) for row in _rows_near(losses_b, losses_a, since)]
+        for row_a, row_b in begins[:_MAX_BEGINS]:
             count = min(len(steps_a) - row_a, len(steps_b) - row_b)
-            apart = steps_a[row_a : row_a + count] != steps_b[row_b : row_b + count]
-            if apart.any():
-                row = argmax(apart)
-                return int(steps_a[row_a + row]), int(steps_b[row_b + row])
+            rows_a, rows_b = slice(row_a, row_a + count), slice(row_b, row_b + count)
+            values, compared = losses_a[rows_a], losses_b[rows_b]
+            digits = _digits(values, compared, a.kind, b.kind)
+            same = np.isfinite(values) & (abs(values - compared) <= digits)
+            if same.all() and len(np.unique(values)) >= _MIN_POINTS:
+                apart = np.flatnonzero(steps_a[rows_a] != steps_b[rows_b])
+                if len(apart):
+                    return int(steps_a[row_a + apart[0]]), int(steps_b[row_b + apart[0]])
+                break
     return None
 
 
-def _same_rows(a: Floats, b: Floats, *kinds: SourceKind) -> tuple[int, int] | None:
-    """Return rows of A and B, one of them the first, from which on all values are the same."""
-    begins = [(int(row), 0) for row in np.flatnonzero(np.isclose(a, b[0], 1e-2))]
-    begins += [(0, int(row)) for row in np.flatnonzero(np.isclose(b, a[0], 1e-2))]
-    for row_a, row_b in begins[:_MAX_BEGINS]:
-        count = min(len(a) - row_a, len(b) - row_b)
-        values, compared = a[row_a : row_a + count], b[row_b : row_b + count]
-        digits = _digits(values, compared, *kinds)
-        same = np.isfinite(values) & (abs(values - compared) <= digits)
-        if same.all() and len(np.unique(values)) >= _MIN_POINTS:
-            return row_a, row_b
-    return None
+def _rows_near(values: Floats, other: Floats, since: int) -> Ints:
+    """Return the rows, from `since` on, whose value is near the other's in that row."""
+    return since + np.flatnonzero(np.isclose(values[since:], other[since], 1e-2))
 
 
 def _average_loss(fine: Curve, coarse: Curve, ratio: int) -> Curve | None:
@@ -256,13 +244,13 @@ def _average_loss(fine: Curve, coarse: Curve, ratio: int) -> Curve | None:
     fine_steps, losses = fine.series("loss")
     ends = fine_steps.searchsorted(steps, side="right")
     begins = np.append(fine_steps.searchsorted(steps[:1] - ratio, side="right"), ends[:-1])
-    logged = (ends > begins) & (fine_steps[np.maximum(ends - 1, 0)] == steps)
+    logged = np.isin(steps, fine_steps)
     # The first mean may lack steps before the finer log begins, unless the training began there.
     first = argmax(logged)
     logged[first] &= bool(ends[first] - begins[first] == ratio or fine_steps[0] <= 1)
     if np.count_nonzero(logged) < 2:
         return None
-    ends, begins, values = ends[logged], begins[logged], values[logged]
+    steps, values, begins, ends = (x[logged] for x in (steps, values, begins, ends))
     total = np.append(0.0, losses.cumsum())  # NaN from the first NaN on: compared as not finite
     mean = (total[ends] - total[begins]) / (ends - begins)
     apart = abs(np.stack((mean, losses[ends - 1])) - values)
@@ -270,15 +258,14 @@ def _average_loss(fine: Curve, coarse: Curve, ratio: int) -> Curve | None:
     if not apart.size:
         return None
     to_mean, to_point = np.median(apart, axis=1).tolist()
-    by_format = coarse.convention is not None and coarse.convention.loss_is_mean
-    if by_format and to_point < _CLOSE * to_mean:
+    if coarse.convention and coarse.convention.loss_is_mean:
+        fits = not to_point < _CLOSE * to_mean
+    else:
+        fits = len(mean) >= _MIN_POINTS and to_mean < _CLOSE * to_point
+        fits = fits and to_point > _CLOSE * _scatter(fine) > 0
+    if not fits:
         return None
-    scatter = _scatter(fine, fine)
-    clear = len(mean) >= _MIN_POINTS and to_mean < _CLOSE * to_point and to_point > _CLOSE * scatter
-    if not (by_format or (clear and scatter)):
-        return None
-    rows = fine.steps.searchsorted(fine_steps[ends - 1])
-    taken = fine.take(rows)
+    taken = fine.take(fine.steps.searchsorted(steps))
     return replace(taken, columns={**taken.columns, "loss": mean})
 
 
@@ -318,38 +305,34 @@ class Alignment:
                 )
         # By tokens or samples the range is of A's steps; those of B differ.
         of_b = (from_step, to_step) if axis == "step" else (None, None)
-        self._rows = _rows(a, axis, from_step, to_step), _rows(b, axis, *of_b)
-        steps = a.steps[self._rows[0]], b.steps[self._rows[1]]
-        places = a.positions(axis)[self._rows[0]], b.positions(axis)[self._rows[1]]
-        self._steps, self._positions = steps, places
-        common, *common_rows = np.intersect1d(
-            places[0], places[1], assume_unique=True, return_indices=True
-        )
-        first = max(side[0] if len(side) else np.inf for side in places)
-        last = min(side[-1] if len(side) else -np.inf for side in places)
+        self._whole = _select(a, axis, from_step, to_step), _select(b, axis, *of_b)
+        places = [curve.positions(axis) for curve in self._whole]
+        common, *used = np.intersect1d(places[0], places[1], True, True)
+        first = max(side.min(initial=np.inf) for side in places)
+        last = min(side.max(initial=-np.inf) for side in places)
         overlap = [np.flatnonzero((side >= first) & (side <= last)) for side in places]
         self._sparser = int(len(overlap[1]) < len(overlap[0]))
-        sparser = overlap[self._sparser]
-        suffice = len(common) >= _MIN_COMMON * len(sparser) or len(sparser) < 2
-        self.method: Method = "exact" if suffice else "interpolated"
+        num_points = len(overlap[self._sparser])
+        self.method: Method = "exact"
+        if len(common) < _MIN_COMMON * num_points and num_points > 1:
+            self.method, used = "interpolated", overlap
         # Of the rows of each curve, those that are compared or interpolated between
-        self._used = common_rows if suffice else overlap
-        if self.method == "exact":
-            self.steps, self.positions = steps[0][common_rows[0]], common
-            return
-        self.steps, self.positions = steps[self._sparser][sparser], places[self._sparser][sparser]
-        if axis != "step" and self._sparser == 1:
-            # A's step during which it reached that position
-            reached = places[0].searchsorted(self.positions)
-            self.steps = steps[0][np.minimum(reached, len(steps[0]) - 1)]
+        self._used = [curve.take(rows) for curve, rows in zip(self._whole, used, strict=True)]
+        self.steps, self.positions = self._used[0].steps, common
+        if self.method == "interpolated":
+            self.steps = self._used[self._sparser].steps
+            self.positions = self._used[self._sparser].positions(axis)
+            if axis != "step" and self._sparser == 1:
+                # A's step during which it reached that position
+                reached = places[0].searchsorted(self.positions)
+                self.steps = self._whole[0].steps[np.minimum(reached, len(places[0]) - 1)]
 
     @property
-    def only(self) -> tuple[Ranges, Ranges]:
-        of_a, of_b = (
-            ranges(np.delete(steps, used), steps)
-            for steps, used in zip(self._steps, self._used, strict=True)
-        )
-        return of_a, of_b
+    def only(self) -> list[Ranges]:
+        return [
+            ranges(np.setdiff1d(whole.steps, used.steps), whole.steps)
+            for whole, used in zip(self._whole, self._used, strict=True)
+        ]
 
     def points_of(self, metric: str) -> Points:
         """Return a metric of both curves; without points if one of them lacks it."""
@@ -357,37 +340,31 @@ class Alignment:
             return Points(self.steps[:0], self.positions[:0], np.empty(0), np.empty(0))
         if self.method == "interpolated":
             return self._interpolated(metric)
-        rows = [rows[used] for rows, used in zip(self._rows, self._used, strict=True)]
-        present = [c.present(metric)[indices] for c, indices in zip(self.curves, rows, strict=True)]
+        present = [curve.present(metric) for curve in self._used]
         both = np.logical_and(*present)
         if np.logical_xor(*present).any():
             self.one_sided.add(metric)
-        shared = slice(None) if both.all() else both
-        a, b = (
-            c.columns[metric][indices[shared]] for c, indices in zip(self.curves, rows, strict=True)
-        )
-        return Points(self.steps[shared], self.positions[shared], a, b)
+        a, b = (curve.columns[metric][both] for curve in self._used)
+        return Points(self.steps[both], self.positions[both], a, b)
 
     def _interpolated(self, metric: str) -> Points:
-        curve, denser = self.curves[self._sparser], self.curves[1 - self._sparser]
-        rows = self._rows[self._sparser][self._used[self._sparser]]
-        usable, values = curve.present(metric)[rows], curve.columns[metric][rows]
-        rows = self._rows[1 - self._sparser]
-        present = denser.present(metric)[rows]
-        places = self._positions[1 - self._sparser][present]
+        sparser, denser = self._used[self._sparser], self._whole[1 - self._sparser]
+        usable, values = sparser.present(metric), sparser.columns[metric]
+        present = denser.present(metric)
+        places = denser.positions(self.axis)[present]
         if len(places) < 2:
             return Points(self.steps[:0], self.positions[:0], np.empty(0), np.empty(0))
         usable &= (self.positions >= places[0]) & (self.positions <= places[-1])
         right = places.searchsorted(self.positions).clip(1, len(places) - 1)
         widths = places[right] - places[right - 1]
         usable &= widths <= _MAX_GAP * np.median(np.diff(places))
-        other = np.interp(self.positions, places, denser.columns[metric][rows[present]])
+        other = np.interp(self.positions, places, denser.columns[metric][present])
         a, b = (other, values) if self._sparser else (values, other)
         return Points(self.steps[usable], self.positions[usable], a[usable], b[usable])
 
 
-def _rows(curve: Curve, axis: Axis, first: int | None, last: int | None) -> Ints:
-    """Return the rows of a range of steps whose positions ascend: no counter that is set back."""
+def _select(curve: Curve, axis: Axis, first: int | None, last: int | None) -> Curve:
+    """Select the rows of a range of steps whose positions ascend: no counter that is set back."""
     positions = curve.positions(axis)
     usable = np.isfinite(positions)
     if axis != "step":
@@ -397,7 +374,7 @@ def _rows(curve: Curve, axis: Axis, first: int | None, last: int | None) -> Ints
         usable &= curve.steps >= first
     if last is not None:
         usable &= curve.steps <= last
-    return np.flatnonzero(usable)
+    return curve.take(usable)
 
 
 def _printed_unit(values: Floats, kind: SourceKind) -> Floats:
@@ -408,7 +385,7 @@ def _printed_unit(values: Floats, kind: SourceKind) -> Floats:
     if kind == "tensorboard":
         return np.spacing(abs(values).astype(np.float32)).astype(np.float64)
     printed = decimals(values)
-    digits = max((len(number.digits) for number in printed), default=0)
+    digits = num_digits(values)
     # Values that are constant, or few, may end in zeros that are printed.
     if (kind != "text" and not (digits in _PRINTED_DIGITS and len(printed) > 3)) or not printed:
         return np.zeros(len(values))
