@@ -94,8 +94,11 @@ def _rank(
     resumes = [cause for cause in first if cause.kind == "resume"]
     first = _without_kinds_of(first, resumes)
     seen = _of_clues(clues, observation, b, letter)
-    _add_unexplained(recorded, observation, letter)
-    _add_unexplained(seen, observation, letter)
+    for causes in (recorded, seen):
+        # Another random seed does not make all differences.
+        if causes and causes[0].kind == "seed" and (remainder := observation.unexplained(letter)):
+            evidence = f"{causes[0].evidence}; {remainder}"
+            causes[0] = causes[0].model_copy(update={"evidence": evidence})
     if any(cause.confidence == "certain" for cause in recorded):
         return (*first, *recorded, *resumes)
     of_settings = [cause for cause in of_settings if cause.confidence == "possible"]
@@ -114,13 +117,6 @@ def _rank(
     return (*first, *recorded, *resumes, *seen, unknown)
 
 
-def _add_unexplained(causes: list[Cause], observation: Observation, letter: str) -> None:
-    """Add to the evidence of another random seed the differences that a seed cannot make."""
-    if causes and causes[0].kind == "seed" and (remainder := observation.unexplained(letter)):
-        evidence = f"{causes[0].evidence}; {remainder}"
-        causes[0] = causes[0].model_copy(update={"evidence": evidence})
-
-
 def _has_likely(causes: Sequence[Cause]) -> bool:
     return any(cause.confidence == "likely" for cause in causes)
 
@@ -134,15 +130,15 @@ def _of_columns(
     observation: Observation, step: int, curves: Sequence[tuple[str, Curve]]
 ) -> list[Cause]:
     """Return what columns and attempts show by themselves."""
-    if (clipped := observation.clipped(curves[0][0])) is not None:
-        step = observation.first or step
+    step = observation.first or step
+    if clipped := observation.clipped(curves[0][0]):
         return [Cause(kind="logging", confidence="certain", step=step, evidence=clipped)]
     transient, causes = observation.transient(), _resume(observation, curves)
     if transient and transient.confidence != "possible":
         return [transient]
-    if (name := observation.identity()) is not None:
+    if name := observation.identity():
         confidence: Confidence = "likely" if name == "digits" else "certain"
-        evidence, step = clue_table()[name].text, observation.first or step
+        evidence = clue_table()[name].text
         causes.append(Cause(kind="logging", confidence=confidence, step=step, evidence=evidence))
     return [transient, *causes] if transient else causes
 
@@ -158,8 +154,9 @@ def _not_finite(observation: Observation, letter: str) -> list[Cause]:
             span = f"from step {bad[0]} on" if lasts else describe_steps(bad, points.steps)
             who = " and ".join(side for side, flags in sides.items() if flags.any())
             evidence = f"{name} is not a finite number in {who} {span}"
-            cause = Cause(kind="not_finite", confidence="certain", step=bad[0], evidence=evidence)
-            causes.append(cause)
+            causes.append(
+                Cause(kind="not_finite", confidence="certain", step=bad[0], evidence=evidence)
+            )
     return sorted(causes, key=lambda cause: cause.step)[:1]
 
 
@@ -260,15 +257,16 @@ def _of_settings(
 
 def _of_clues(clues: Sequence[str], observation: Observation, b: Curve, letter: str) -> list[Cause]:
     points: Counter[Kind] = Counter()
-    for name in clues:
-        points.update(clue_table()[name].points)
+    shown = [clue_table()[name] for name in clues]
+    for clue in shown:
+        points.update(clue.points)
     step = observation.first or 0
     if observation.sudden or not observation.below(ROUNDED, slice(EARLY_POINTS)):
         del points["precision"], points["rounding"]
     causes: list[Cause] = []
     ratio = observation.ratio("first_ratio" in clues)
     for kind, sum_of_points in points.most_common():
-        best = max((clue_table()[name] for name in clues), key=lambda c: c.points.get(kind, 0))
+        best = max(shown, key=lambda clue: clue.points.get(kind, 0))
         evidence = best.text.format(
             at=observation.moment,
             gap=observation.gap,

@@ -12,12 +12,12 @@ from functools import cache, cached_property
 from pathlib import Path
 
 import numpy as np
-import yaml
 
 from slurmllm.analysis.compare.alignment import Points, num_digits, ranges
 from slurmllm.analysis.compare.divergence import largest_rise
 from slurmllm.analysis.compare.result import Cause, Confidence, Kind
 from slurmllm.core.metrics.curves import Floats, Ints, describe_ranges, median, signed_difference
+from slurmllm.core.run.error_patterns import read_table
 from slurmllm.core.run.records import Record
 
 _TRAINED = ("loss", "grad_norm", "param_norm")  # what the training changes, in a step's order
@@ -59,8 +59,8 @@ class Clue(Record):
 
 @cache
 def clue_table() -> Mapping[str, Clue]:
-    rows = yaml.safe_load(Path(__file__).with_name("clues.yaml").read_text())
-    return {name: Clue.model_validate(row) for name, row in rows.items()}
+    rows = read_table(Path(__file__).with_name("clues.yaml"))
+    return {name: Clue(**row) for name, row in rows.items()}
 
 
 class Observation:
@@ -80,11 +80,11 @@ class Observation:
         self.lr = points.get("lr")
         # Signed relative differences; NaN if a value is not finite.
         self.r = {name: signed_difference(p.a, p.b) for name, p in self.points.items()}
-        self.finite = all(bool(np.isfinite(r).all()) for r in self.r.values())
+        self.finite = all(np.isfinite(r).all() for r in self.r.values())
         self.starts = {
             name: int(self.points[name].steps[(r != 0).argmax()])
             for name, r in self.r.items()
-            if (r != 0).any()
+            if r.any()
         }
         self.jumped = self._find_jump()
         self.first = min(self.starts.values(), default=None)
@@ -94,8 +94,7 @@ class Observation:
         }
         row = self.rows["loss"]
         self.before = int(points["loss"].steps[row - 1]) if row else None
-        since = 0 if self.before is None else self.before
-        self.gap = 1 if self.first is None else max(1, self.first - since)
+        self.gap = 1 if self.first is None else max(1, self.first - (self.before or 0))
 
     def _find_jump(self) -> bool:
         """Replace the starts if differences as small as noise jump up, up to the onset."""
@@ -107,13 +106,14 @@ class Observation:
             steps = self.points[name].steps
             begin = int(steps.searchsorted(min(self.starts.values())))
             end = int(steps.searchsorted(onset, side="right")) + _JUMP_POINTS
-            offset = largest_rise(r[begin:end], min(end, len(r)) - begin)
-            if offset is not None and abs(r[begin + offset]) > _LAST_DIGITS:
+            segment = r[begin:end]
+            offset = largest_rise(segment, len(segment))
+            if offset is not None and abs(segment[offset]) > _LAST_DIGITS:
                 rises[name] = (begin + offset, int(steps[begin + offset]))
         if not rises or min(step for _, step in rises.values()) > onset:
             return False
-        end = min(offset for offset, _ in rises.values()) + _JUMP_POINTS
-        self.starts = {name: step for name, (offset, step) in rises.items() if offset <= end}
+        end = min(rises.values())[0] + _JUMP_POINTS
+        self.starts = {name: step for name, (row, step) in rises.items() if row <= end}
         return True
 
     def values(self, name: str) -> tuple[Floats, Floats]:
@@ -127,6 +127,10 @@ class Observation:
             return np.empty(0)
         r = self.r[name][self.rows[name] :]
         return r[np.isfinite(r)]
+
+    def size(self, name: str) -> Floats:
+        """Return the sizes of these differences. [points]"""
+        return abs(self.after(name))
 
     @property
     def moment(self) -> str:
@@ -143,7 +147,7 @@ class Observation:
             ("only_norm", "grad_norm", "loss"),
         ):
             same = self.after(other)
-            differ = abs(self.after(name)).max(initial=0.0) > _LAST_DIGITS
+            differ = self.size(name).max(initial=0.0) > _LAST_DIGITS
             if not (self.finite and name in self.starts and differ and len(same) >= _MIN_POINTS):
                 continue
             # A constant column, or one of few digits, may be the same of another training: losses
@@ -151,7 +155,7 @@ class Observation:
             # digits.
             values = self.values(other)[0][:_CORRELATED]
             digits = num_digits(values)
-            far = name == "loss" and median(abs(self.after(name))) > _FAR * 10.0**-digits
+            far = name == "loss" and median(self.size(name)) > _FAR * 10.0**-digits
             varied = (digits > 6 or far) and len(np.unique(values)) >= _MIN_POINTS
             if varied and not same.any() and not self.factor("grad_norm"):
                 return clue
@@ -206,27 +210,31 @@ class Observation:
             for name, limit in largest.items():
                 if name in self.r:
                     points, size = self.points[name], abs(self.r[name])
-                    off[name] = points.steps[~(size <= limit) & ~points.same]
+                    different = ~(size <= limit) & ~points.same
+                    if different.any():
+                        off[name] = points.steps[different]
                     of_digits = abs(points.b - points.a) < _UNITS * points.unit
                     clear |= bool((~(size <= _UNITS * limit) & ~of_digits).any())
+            if not off:
+                continue
             steps = np.unique(np.concatenate(list(off.values())))
-            varied = len(np.unique(loss.a[loss.steps > steps[-1]])) if len(steps) else 0
-            names = [name for name, of_column in off.items() if len(of_column)]
+            later = loss.steps > steps[-1]
+            varied = len(np.unique(loss.a[later]))
             identical = not any(largest.values())
             # A column that differs alone, and for long, is logged in another way: see `identity`.
-            alone = len(names) < len(self.r) and len(names) == 1 and len(steps) > _JUMP_POINTS
+            alone = len(off) == 1 < len(self.r) and len(steps) > _JUMP_POINTS
             enough = varied >= (1 if identical else _MIN_POINTS)
             if not clear or not enough or alone or not self._calm_again(steps[0], steps[-1]):
                 continue
-            confidence: Confidence = "likely"
-            if identical and not SLACK_POINTS <= varied < _MIN_POINTS:
-                confidence = "certain" if varied >= _MIN_POINTS else "possible"
-            verb = "differs" if len(names) == 1 else "differ"
+            confidence: Confidence = "likely" if varied >= SLACK_POINTS else "possible"
+            if identical and varied >= _MIN_POINTS:
+                confidence = "certain"
+            verb = "differs" if len(off) == 1 else "differ"
             evidence = clue_table()["transient"].text.format(
                 before="" if identical else " than before",
-                columns=f"{' and '.join(names)} {verb}",
+                columns=f"{' and '.join(off)} {verb}",
                 steps=describe_steps(steps, loss.steps),
-                step=loss.steps[loss.steps.searchsorted(steps[-1], side="right")],
+                step=loss.steps[later][0],
             )
             return Cause(
                 kind="transient", confidence=confidence, step=int(steps[0]), evidence=evidence
@@ -246,13 +254,13 @@ class Observation:
     @property
     def sudden(self) -> bool:
         """Whether the loss jumps further than any number format rounds, and not by growth."""
-        size = abs(self.after("loss"))
+        size = self.size("loss")
         before = np.maximum.accumulate(np.append(0.0, size[:-1]))[: len(size)]
         return bool(((size > ROUNDED["loss"]) & (size > _JUMP * before)).any())
 
     def below(self, limits: Mapping[str, float], which: slice) -> bool:
         """Return whether loss and gradient norm differ by no more, in the median of some points."""
-        sizes = {name: abs(self.after(name)[which]) for name in limits}
+        sizes = {name: self.size(name)[which] for name in limits}
         return all(
             median(size) <= limits[name] for name, size in sizes.items() if len(size)
         ) and bool(len(sizes["loss"]))
@@ -274,11 +282,11 @@ class Observation:
             r = self.after("param_norm")
             if len(r) > 2 and median(abs(np.diff(r))) > median(abs(r)) / 10:
                 clues.append("weights_scatter")
-        elif norm < loss and (abs(self.after("grad_norm")[:1]) > _LAST_DIGITS).any():
+        elif norm < loss and (self.size("grad_norm")[:1] > _LAST_DIGITS).any():
             clues.append(self._clue_of_gradients())
         else:
             # Noise and the last digits of fp32 hide what the weights before were.
-            decided = (abs(self.after("loss")[:1]) > _LAST_DIGITS).any() and not self.jumped
+            decided = (self.size("loss")[:1] > _LAST_DIGITS).any() and not self.jumped
             decided &= "param_norm" in self.r
             if self._first_update():
                 return [*clues, "first_update", *without_lr]
@@ -286,7 +294,7 @@ class Observation:
         if len(self.points) == 1:
             clues.append("loss_only")
         early, late = slice(EARLY_POINTS), slice(-(len(self.after("loss")) // 4 or 1), None)
-        sizes = {name: abs(self.after(name)) for name in TINY}
+        sizes = {name: self.size(name) for name in TINY}
         tiny = self.finite and len(sizes["loss"]) >= _MIN_POINTS
         tiny &= all((size <= _TINY_AT_MOST[name]).all() for name, size in sizes.items())
         if tiny and self.below(TINY, early) and self.below(TINY, late):
@@ -297,25 +305,23 @@ class Observation:
 
     def _first_update(self) -> bool:
         """Return whether step 1 is the same in all digits, and what follows small and growing."""
-        steps = self.points["loss"].steps
-        if self.before is None or self.before > 1 or self.before != steps[0] or self.gap > 1:
+        if self.rows["loss"] != 1 or self.points["loss"].steps[0] > 1 or self.gap > 1:
             return False
         for name, limit in SMALL.items():
-            size = abs(self.after(name)[:_JUMP_POINTS])
+            size = self.size(name)[:_JUMP_POINTS]
             if len(size) < _MIN_POINTS or size[0] > min(limit, _AT_ONCE * median(size)):
                 return False
             points = self.points[name]
             if np.max(points.unit) > _LAST_DIGITS * abs(points.a[0]):
                 return False
-        return bool(abs(self.after("grad_norm")[0]) > _LAST_DIGITS)
+        return bool(self.size("grad_norm")[0] > _LAST_DIGITS)
 
     @property
     def emerged(self) -> bool:
         """Whether the first difference is near the last digit, so that it may have begun before."""
         for name, start in self.starts.items():
-            points, row = self.points[name], self.rows[name]
-            a, b = points.a[row], points.b[row]
-            unit = max(points.units[row], _LAST_DIGITS * abs(a))
+            a, b = (values[0] for values in self.values(name))
+            unit = max(self.points[name].units[self.rows[name]], _LAST_DIGITS * abs(a))
             if start == self.first and abs(b - a) > _UNITS * unit:
                 return False
         return True
@@ -326,7 +332,7 @@ class Observation:
         The weights are the same at the first step, or if the loss, as it is logged, would show
         those that make such a difference. A fault of gradients differs in full at once.
         """
-        size = abs(self.after("grad_norm")[:_JUMP_POINTS])
+        size = self.size("grad_norm")[:_JUMP_POINTS]
         at_once = size[0] > _AT_ONCE * median(size)
         loss, first = self.points["loss"], self.first or 0
         row = self.rows["loss"]
@@ -344,7 +350,7 @@ class Observation:
         Its first step is of the weights, the batch and the random numbers that it restored; the
         optimizer's state first shows in the step after it.
         """
-        size = abs(self.after("loss")[:_JUMP_POINTS])
+        size = self.size("loss")[:_JUMP_POINTS]
         if self.starts.get("loss") != self.first and self.gap == 1 and not points:
             clue = self._clue_of_gradients()
             return clue if clue == "gradient_first" else "resume"
@@ -393,7 +399,7 @@ class Observation:
         return "first_ratio" if self.first <= 1 else None
 
     def _clues_of_size(self, early: slice) -> list[str]:
-        if (ratio := self._ratio_clue()) is not None:
+        if ratio := self._ratio_clue():
             return [ratio]
         weights, norm = self.after("param_norm"), self.after("grad_norm")
         if self.before is None and len(weights):
@@ -411,7 +417,7 @@ class Observation:
         if len(norm) >= _MIN_POINTS <= len(self.after("loss")):
             level, scatter = median(norm), median(abs(np.diff(norm)))
             steady = abs(level) > max(3 * scatter, _OTHER_NORM) and abs(norm[0]) > abs(level) / 2
-            if steady and abs(level) > 3 * median(abs(self.after("loss"))):
+            if steady and abs(level) > 3 * median(self.size("loss")):
                 return ["norm_ratio"]
         signs = self.after("loss")[: 2 * EARLY_POINTS] > 0
         if self.below(SMALL, early) and 1 < signs.sum() < len(signs) - 1:

@@ -311,8 +311,9 @@ def _common_metrics(alignment: Alignment) -> dict[str, _Metric]:
 def _compare_data(a: Curve, b: Curve, letter: str) -> result.DataComparison | None:
     if a.data is None or b.data is None:
         return None
-    skips = (skip.text for skip in compare_skips(a, b, letter))
-    differences = (*a.data.differences(b.data), *skips)
+    differences = a.data.differences(b.data)
+    if skips := compare_skips(a, b, letter):
+        differences += (skips.text,)
     return result.DataComparison(same=not differences, differences=differences)
 
 

@@ -8,7 +8,6 @@ from functools import cache
 from pathlib import Path, PurePath
 
 import numpy as np
-import yaml
 
 from slurmllm.analysis.compare.alignment import Alignment, Points
 from slurmllm.analysis.compare.result import Kind
@@ -20,11 +19,11 @@ from slurmllm.core.metrics.curves import (
     Floats,
     Ints,
     argmax,
-    bit_identical,
     describe_ranges,
     median,
     relative_difference,
 )
+from slurmllm.core.run.error_patterns import read_table
 from slurmllm.core.run.records import Record
 
 # Between logged points a schedule is not linear, and at the end of a warm-up it has a corner.
@@ -46,8 +45,8 @@ class SettingGroup(Record):
 
 @cache
 def setting_table() -> Mapping[Kind, SettingGroup]:
-    rows = yaml.safe_load(Path(__file__).with_name("settings.yaml").read_text())
-    return {kind: SettingGroup.model_validate(row) for kind, row in rows.items()}
+    rows = read_table(Path(__file__).with_name("settings.yaml"))
+    return {kind: SettingGroup(**row) for kind, row in rows.items()}
 
 
 @dataclass(frozen=True, order=True)
@@ -68,15 +67,13 @@ def find_differences(a: Curve, b: Curve, alignment: Alignment) -> list[SettingDi
     first, last = int(alignment.steps[0]), int(alignment.steps[-1])
     candidates = (
         _compare_data(a, b, first),
-        *(
-            difference
-            for difference in compare_skips(a, b, alignment.letter)
-            if difference.step <= last
-        ),
+        compare_skips(a, b, alignment.letter),
         _compare_learning_rates(a, b, alignment),
         _compare_tokens(a, b, alignment),
     )
-    differences = [difference for difference in candidates if difference is not None]
+    differences = [
+        difference for difference in candidates if difference and difference.step <= last
+    ]
     kinds = {difference.kind for difference in differences}
     differences += [
         difference for difference in _compare_settings(a, b, first) if difference.kind not in kinds
@@ -84,18 +81,18 @@ def find_differences(a: Curve, b: Curve, alignment: Alignment) -> list[SettingDi
     return sorted(differences, key=lambda difference: (difference.weak, difference.step))
 
 
-def compare_skips(a: Curve, b: Curve, letter: str) -> list[SettingDifference]:
+def compare_skips(a: Curve, b: Curve, letter: str) -> SettingDifference | None:
     """Find batches that one of the runs skipped and the other did not."""
     windows = [tuple((skip.first, skip.last) for skip in curve.skips) for curve in (a, b)]
     if windows[0] == windows[1]:
-        return []
+        return None
     texts = [
         f"{label} skipped batches {describe_ranges(ranges)}"
         for label, ranges in zip(("A", letter), windows, strict=True)
         if ranges
     ]
     first = min(1 + (skip.roll_back_to or 0) for skip in (*a.skips, *b.skips))
-    return [SettingDifference(first, " and ".join(texts), "data")]
+    return SettingDifference(first, " and ".join(texts), "data")
 
 
 def tokens_per_step(curve: Curve) -> float | None:
@@ -110,22 +107,24 @@ def _compare_data(a: Curve, b: Curve, first: int) -> SettingDifference | None:
     differences = a.data.differences(b.data)
     if not differences:
         return None
-    names = {
-        name for name in ("seed", "global_batch") if getattr(a.data, name) != getattr(b.data, name)
-    }
     kind: Kind = "data"
-    if len(differences) == 1 and names:
-        kind = "batches" if names == {"global_batch"} else "seed"
-    start = a.settings.get("train.init_from")
-    if kind == "seed" and start is not None and start == b.settings.get("train.init_from"):
-        kind = "data"  # with the same initial weights the seed only orders the data
+    if len(differences) == 1 and a.data.global_batch != b.data.global_batch:
+        kind = "batches"
+    elif len(differences) == 1 and a.data.seed != b.data.seed:
+        # With the same initial weights the seed only orders the data.
+        start = a.settings.get("train.init_from")
+        if start is None or start != b.settings.get("train.init_from"):
+            kind = "seed"
     return SettingDifference(
         first, f"they did not see the same data: {', '.join(differences)}", kind
     )
 
 
-def describe_schedule_change(curve: Curve, since: int, until: int) -> str | None:
-    """Describe what resumes changed in the schedule, of attempts after `since` up to `until`."""
+def describe_schedule_change(curve: Curve, since: int, until: int) -> str:
+    """Describe what resumes changed in the schedule, of attempts after `since` up to `until`.
+
+    Returns an empty text if none changed it.
+    """
     schedule = setting_table()["lr"].settings
     texts = []
     for attempt, changes in sorted(curve.changes.items()):
@@ -136,7 +135,7 @@ def describe_schedule_change(curve: Curve, since: int, until: int) -> str | None
         ]
         if named and since < attempt <= until:
             texts.append(f"at the resume of attempt {attempt} ({', '.join(named)})")
-    return " and ".join(texts) or None
+    return " and ".join(texts)
 
 
 def format_setting(value: object) -> str:
@@ -149,8 +148,7 @@ def _compare_learning_rates(a: Curve, b: Curve, alignment: Alignment) -> Setting
     lr = alignment.points_of("lr").as_printed(a, b)
     exact = alignment.method == "exact" and alignment.axis == "step"
     tolerance = LR_TOLERANCE if exact else _LR_TOLERANCE_INTERPOLATED
-    different = ~bit_identical(lr.a, lr.b)
-    different &= ~(relative_difference(lr.a, lr.b) <= tolerance)
+    different = ~(lr.same | (relative_difference(lr.a, lr.b) <= tolerance))
     if alignment.method != "exact":
         for _ in range(_CORNER_POINTS):
             different &= np.append(different[1:], False)
@@ -164,7 +162,7 @@ def _compare_learning_rates(a: Curve, b: Curve, alignment: Alignment) -> Setting
         sentence += ": they are the same one step apart, logged or counted so (optim.step_count)"
     for letter, curve in (("A", a), (alignment.letter, b)):
         began = int(curve.attempts[: np.searchsorted(curve.steps, step) + 1][-1])
-        if (changed := describe_schedule_change(curve, 0, began)) is not None:
+        if changed := describe_schedule_change(curve, 0, began):
             sentence += f": the schedule of {letter} was changed {changed}"
     return SettingDifference(step, sentence, "lr", uncertain=shifted)
 
