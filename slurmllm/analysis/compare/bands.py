@@ -278,8 +278,8 @@ def precision_basis(
     differences: Sequence[SettingDifference],
     requested: bool,
     letter: str,
-) -> Basis | None:
-    """Return the basis if it is requested, or if only recorded, unbiased precisions differ.
+) -> Basis:
+    """Return the basis: precisions if `requested`, or if only recorded, unbiased ones differ.
 
     Raises UserError if it is requested, and a precision is unknown or not the recorded one.
     """
@@ -288,7 +288,7 @@ def precision_basis(
         kinds = {difference.kind for difference in differences if not difference.weak}
         logged = {"lr", "grad_norm"} <= curves[0].columns.keys()
         if kinds != {"precision"} or not set(recorded) <= SPACINGS.keys() - {_BIASED} or not logged:
-            return None
+            return Basis(kind="tolerance")
     for side, curve, record, name in zip(("A", letter), curves, recorded, named, strict=True):
         if name and record not in (None, name):
             raise UserError(

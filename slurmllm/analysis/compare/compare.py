@@ -123,15 +123,13 @@ def compare(
     points = {name: metric.points for name, metric in metrics.items()}
     warnings = [*sentences.warnings_of(alignment, points, tolerances.exact)]
     settings = [s for s in find_differences(a, b, alignment) if s.kind not in ignored]
+    measure = result.Basis(kind="exact" if tolerances.exact else "tolerance")
     if seeds and not tolerances.exact:  # they allow for another seed
         measure = result.Basis(kind="seeds")
         settings = [setting for setting in settings if setting.kind != "seed"]
-    elif tolerances.exact or basis == "tolerance":
-        measure = result.Basis(kind="exact" if tolerances.exact else "tolerance")
-    else:
-        requested, curves = basis == "precision" or any(precisions), alignment.curves
-        by_precision = precision_basis(curves, precisions, settings, requested, letter)
-        measure = by_precision or result.Basis(kind="tolerance")
+    elif not tolerances.exact and basis != "tolerance":
+        requested = basis == "precision" or any(precisions)
+        measure = precision_basis(alignment.curves, precisions, settings, requested, letter)
     limits = _limits(a, metrics, measure, tolerances)
     band: result.Band | None = None
     if seeds:
@@ -166,12 +164,13 @@ class _Rules:
 def _limits(
     a: Curve, metrics: Mapping[str, _Metric], basis: result.Basis, tolerances: Tolerances
 ) -> dict[str, PrecisionLimits]:
-    deciding = [name for name in (*METRICS, "param_norm") if name in metrics]
-    if not basis.precisions:
-        deciding = [name for name in deciding if name != "param_norm"]
-        return {name: PrecisionLimits(tolerances.limit(name)) for name in deciding}
-    by_name = {name: (metrics[name].points, metrics[name].signed) for name in deciding}
-    return precision_limits(a, basis.precisions, by_name, tolerances)
+    deciding = METRICS if basis.precisions is None else (*METRICS, "param_norm")
+    by_name = {
+        name: (metrics[name].points, metrics[name].signed) for name in deciding if name in metrics
+    }
+    if basis.precisions:
+        return precision_limits(a, basis.precisions, by_name, tolerances)
+    return {name: PrecisionLimits(tolerances.limit(name)) for name in by_name}
 
 
 def _conclude(
@@ -321,7 +320,7 @@ def _comparable(metric: _Metric, alignment: Alignment, exact: bool) -> tuple[Poi
     """Return the points and differences that the tolerance applies to."""
     if exact and {"text", "tensorboard"} & {curve.kind for curve in alignment.curves}:
         return metric.printed, metric.visible
-    if not (exact or (metric.visible != 0).any()):
+    if not (exact or metric.visible.any()):
         return metric.points, metric.visible
     return metric.points, metric.signed
 
@@ -446,7 +445,7 @@ def _detect(
     lasting = detected.lasting
     if lasting:
         last = lasting.last + skipped
-        lasting = replace(lasting, first=min(max(lasting.first + skipped, onset), last), last=last)
+        lasting = replace(lasting, first=min(onset, last), last=last)
     return replace(detected, onset=onset, lasting=lasting), correlation
 
 

@@ -24,6 +24,7 @@ from statistics import NormalDist
 from typing import Literal
 
 import numpy as np
+from scipy import ndimage
 
 from slurmllm.core.metrics.curves import Flags, Floats, Ints, argmax, median
 
@@ -99,7 +100,7 @@ def detect_divergence(
         return result
     scattered = False
     if not spread or is_short:
-        hits = [*_single_points(r, abs(r) > tolerance + 3 * rough, "pointwise")]
+        hits = [*_single_points(abs(r) > tolerance + 3 * rough, "pointwise")]
     elif after_identical:
         hits = [*_after_identical(r, tolerance, identical)]
     else:
@@ -176,9 +177,8 @@ def _lasting(r: Floats, tolerance: float, spread: Scatter) -> Iterator[_Hit]:
         beyond = abs(middles) > tolerance + quantile * np.maximum(2 * white, slow)
         if beyond.any():
             hit = argmax(beyond)
-            after = abs(middles[hit:]) <= tolerance / 2
-            ends = begins[hit:][after] if after.any() else np.array([len(r)])
             first, end = int(begins[hit]), int(begins[hit] + width)
+            ends = np.append(begins[hit:][abs(middles[hit:]) <= tolerance / 2], len(r))
             hits.append(_Hit("lasting", first, end, max(end, int(ends[0])) - 1))
     if hits:
         yield min(hits, key=lambda hit: hit.end)
@@ -233,17 +233,17 @@ def _outliers(r: Floats, limit: float, spread: Scatter) -> Iterator[_Hit]:
     beyond = abs(r) > limit
     if len(r) < _FEW:
         far = abs(r) > _OUTLIER_OF_FEW * spread.median
-        yield from _single_points(r, beyond & far, "pointwise")
+        yield from _single_points(beyond & far, "pointwise")
     elif beyond.any():
         blocks = spread.block(np.arange(len(r)))
         off = abs(r - spread.medians(r)[blocks])
         # Slow noise scatters less from point to point than over a block.
         sigma = np.maximum(spread.sigma, TO_SIGMA * spread.medians(off))[blocks]
         far = off > np.maximum(_OUTLIER * sigma, tail_limit(off))
-        yield from _single_points(r, beyond & far, "outlier")
+        yield from _single_points(beyond & far, "outlier")
 
 
-def _single_points(r: Floats, far: Flags, rule: Rule) -> Iterator[_Hit]:
+def _single_points(far: Flags, rule: Rule) -> Iterator[_Hit]:
     if far.any():
         first = argmax(far)
         # Of few points the first three in a row are a lasting departure.
@@ -285,9 +285,9 @@ class Scatter:
         return np.minimum(places // self.size, len(self.sigma) - 1)
 
     def medians(self, values: Floats) -> Floats:
-        edge = (len(self.sigma) - 1) * self.size
-        whole = np.median(values[:edge].reshape(-1, self.size), axis=1)
-        return np.append(whole, np.median(values[edge:]))
+        """Return the median of each block. [blocks]"""
+        blocks = np.arange(len(self.sigma))
+        return np.asarray(ndimage.median(values, self.block(np.arange(len(values))), blocks))
 
     @property
     def median(self) -> float:
@@ -321,11 +321,9 @@ def roughness(*curves: Floats) -> float:
 def shared_noise(a: Floats, b: Floats, r: Floats) -> float | None:
     """Return the correlation of two curves' noise; None without noise. [points] each"""
     curve_noise = roughness(a, b)
-    return (
-        float(np.clip(1 - (_third(r) / curve_noise) ** 2, -1.0, 1.0))
-        if curve_noise > 1e-12
-        else None
-    )
+    if not curve_noise > 1e-12:
+        return None
+    return float(np.clip(1 - (_third(r) / curve_noise) ** 2, -1.0, 1.0))
 
 
 def _third(values: Floats) -> float:
