@@ -18,7 +18,6 @@ from slurmllm.core.display.pictures import (
     Axes,
     Figure,
     FuncFormatter,
-    Line2D,
     MaxNLocator,
     NullFormatter,
     rc_context,
@@ -157,7 +156,7 @@ def _draw_curves(
     band: SeedBand | None,
 ) -> None:
     axis = drawn[0].comparison.alignment.axis
-    handles, late, is_long = [], [], False
+    late, is_long = [], False
     lines = [("A", a, _COLOR_A, 5.0), *((d.label, d.curve, d.color, 1.3) for d in drawn)]
     for label, curve, color, width in lines:
         if metric in curve.columns:
@@ -167,6 +166,7 @@ def _draw_curves(
             late.append(values[len(values) // 50 :])
             is_long |= len(values) > _MAX_POINTS
             style = {"color": color, "linewidth": width, "solid_capstyle": "round"}
+            style["label"] = f"{label}: {curve.name}"
             style |= {"marker": "o" if len(values) < 3 else "", "markersize": width + 4}
             _draw_line(axes, places[visible], values, **style)
         for name in curve.validation if metric == "loss" else ():
@@ -174,14 +174,13 @@ def _draw_curves(
             points = curve.positions(axis)[visible], curve.columns[name][visible]
             axes.plot(*points, color=color, linewidth=0.8, ls="--", marker="D", markersize=4)
             late.append(points[1])
-        handles.append(Line2D([], [], color=color, linewidth=width, label=f"{label}: {curve.name}"))
-        handles += _mark_restarts(axes, curve, label, color, axis, span)
+        _mark_restarts(axes, curve, label, color, axis, span)
     if band is not None:
-        handles += _draw_band(axes, drawn[0], metric, band)
-    if metric == "loss" and any(curve.validation for _, curve, *_ in lines):
-        handles.append(Line2D([], [], color="0.4", linestyle="--", marker="D", label="validation"))
+        _draw_band(axes, drawn[0], metric, band)
     if metric == "loss":
-        axes.legend(handles=handles, loc="upper right")
+        if any(curve.validation for _, curve, *_ in lines):
+            axes.plot([], [], color="0.4", linestyle="--", marker="D", label="validation")
+        axes.legend(loc="upper right")
     finite = np.concatenate([*late, np.empty(0)])
     finite = np.clip(finite[np.isfinite(finite)], -_MAX_VALUE, _MAX_VALUE)
     if is_long and finite.size:
@@ -194,47 +193,41 @@ def _draw_curves(
         _mark_departure(axes, each, metric, color, span)
 
 
-def _draw_band(axes: Axes, drawn: Drawn, metric: str, band: SeedBand) -> list[Line2D]:
+def _draw_band(axes: Axes, drawn: Drawn, metric: str, band: SeedBand) -> None:
     points = drawn.alignment.points_of(metric)
     if not len(points):
-        return []
+        return
     within = band.check(metric, points, drawn.label)
     positions = points.positions[np.isin(points.steps, within.steps)]
     every = max(1, len(positions) // _MAX_POINTS)
     low, high = within.mean - within.half_width, within.mean + within.half_width
-    axes.fill_between(
-        positions[::every], low[::every], high[::every], color="#9a9a9a", alpha=0.35, linewidth=0
-    )
     label = f"band of {len(band.names)} seeds, for single points"
-    return [Line2D([], [], color="#9a9a9a", alpha=0.35, linewidth=8, label=label)]
+    style: dict[str, Any] = {"color": "#9a9a9a", "alpha": 0.35, "linewidth": 0, "label": label}
+    axes.fill_between(positions[::every], low[::every], high[::every], **style)
 
 
 def _mark_restarts(
     axes: Axes, curve: Curve, label: str, color: str, axis: Axis, span: tuple[float, float]
-) -> list[Line2D]:
+) -> None:
     takeovers = np.flatnonzero(np.diff(curve.attempts)) + 1
     positions = curve.positions(axis)
     inside = takeovers[(positions[takeovers] >= span[0]) & (positions[takeovers] <= span[1])]
-    if not inside.size:
-        return []
-    for row in inside[:200]:
-        # Between the last row of one attempt and the first of the next.
-        middle = (positions[row] + positions[row - 1]) / 2
-        if np.isfinite(middle):
-            axes.axvline(middle, color=color, linewidth=1.2, linestyle=(0, (2, 2)), zorder=1)
+    # Between the last row of one attempt and the first of the next
+    middles = (positions[inside] + positions[inside - 1]) / 2
     name = f"{label} restarted at {format_names([*map(str, curve.steps[inside])], 4)}"
-    return [Line2D([], [], color=color, linewidth=1.2, linestyle=(0, (2, 2)), label=name)]
+    for middle in middles[np.isfinite(middles)][:200]:
+        axes.axvline(middle, color=color, linewidth=1.2, ls=(0, (2, 2)), zorder=1, label=name)
+        name = ""  # once in the legend
 
 
 def _mark_departure(
     axes: Axes, each: Drawn, metric: str, color: str, span: tuple[float, float]
 ) -> None:
     result = each.comparison.metrics.get(metric)
-    if result is None or not result.departs or result.onset_step is None:
+    if result is None or result.onset_step is None:
         return
-    steps = each.alignment.steps
-    step = result.onset_step
-    row = min(int(np.searchsorted(steps, step)), len(steps) - 1)
+    steps, step = each.alignment.steps, result.onset_step
+    row = min(int(steps.searchsorted(step)), len(steps) - 1)
     position = float(each.alignment.positions[row])
     axes.axvline(position, color=color, linewidth=1.0, zorder=1)
     # On the side of the line with more room.

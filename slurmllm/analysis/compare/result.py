@@ -294,41 +294,39 @@ class Comparison(Conclusion, ComparedSteps):
 
 def compared_steps(matches: Sequence[StepMatch], alignment: Alignment) -> Json:
     """Return the fields of `ComparedSteps`."""
-    sides = [
-        Side(
-            name=match.read.name,
-            path=str(match.read.path),
-            steps=len(match.read.steps),
-            first_step=int(match.read.steps[0]),
-            last_step=int(match.read.steps[-1]),
-            attempts=len(np.unique(match.read.attempts)),
-            restarts=tuple(match.read.restarts.tolist()),
-            missing=match.read.gaps,
+    sides: Json = {}
+    overlaps = {}
+    for letter, match, only in zip("ab", matches, alignment.only, strict=True):
+        curve = match.read
+        sides[f"only_in_{letter}"] = only
+        sides[letter] = Side(
+            name=curve.name,
+            path=str(curve.path),
+            steps=len(curve.steps),
+            first_step=int(curve.steps[0]),
+            last_step=int(curve.steps[-1]),
+            attempts=len(np.unique(curve.attempts)),
+            restarts=tuple(curve.restarts.tolist()),
+            missing=curve.gaps,
             shift=match.shift,
             shift_reason=match.reason if match.shift else "",
             averaged=match.averaged,
         )
-        for match in matches
-    ]
-    overlaps = [
-        Overlap(
+        overlaps[letter] = Overlap(
             rows=curve.overlap_rows,
             identical=curve.overlap_identical,
             max_rel_diff=curve.overlap_max_rel_diff,
         )
-        for curve in alignment.curves
-    ]
     steps = alignment.steps
     return {
-        **dict(zip(("a", "b"), sides, strict=True)),
+        **sides,
         "steps_compared": len(steps),
         "first_step": int(steps[0]),
         "last_step": int(steps[-1]),
-        **dict(zip(("only_in_a", "only_in_b"), alignment.only, strict=True)),
         "alignment": AlignmentRecord(
             axis=alignment.axis, method=alignment.method, points=len(steps)
         ),
-        "overlaps": dict(zip(("a", "b"), overlaps, strict=True)),
+        "overlaps": overlaps,
     }
 
 
@@ -370,8 +368,7 @@ def statistics(points: Points, signed: Floats, shape: bool) -> Statistics:
     `shape`: also correlate and smooth, which is meaningless for times and rates.
     """
     finite = np.isfinite(signed)
-    used = slice(None) if finite.all() else finite
-    a, b, size = points.a[used], points.b[used], abs(signed[used])
+    a, b, size = points.a[finite], points.b[finite], abs(signed[finite])
     if not len(size):
         none = dict.fromkeys(Statistics.model_fields)
         return Statistics.model_validate(none | {"points": len(points), "windows": ()})
@@ -391,7 +388,7 @@ def statistics(points: Points, signed: Floats, shape: bool) -> Statistics:
         detrended = _correlation(a - smooth_a, b - smooth_b) if width > 1 else None
         under, between = np.abs(smooth_a), np.abs(smooth_b - smooth_a)
         if len(a) > 1:
-            positions = points.positions[used]
+            positions = points.positions[finite]
             under, between = (np.trapezoid(y, positions) for y in (under, between))
         area = float(between.sum() / under.sum()) if under.sum() > 0 else None
     count = min(NUM_WINDOWS, len(points))
@@ -399,7 +396,7 @@ def statistics(points: Points, signed: Floats, shape: bool) -> Statistics:
     return Statistics(
         points=len(points),
         max_rel_diff=float(size[worst]),
-        max_rel_diff_step=int(points.steps[used][worst]),
+        max_rel_diff_step=int(points.steps[finite][worst]),
         mean_rel_diff=float(size.mean()),
         median_rel_diff=float(median),
         p99_rel_diff=float(p99),
