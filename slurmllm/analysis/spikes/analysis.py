@@ -6,6 +6,7 @@ A step is one that was logged: of a log with every tenth step, windows and durat
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Literal
 
 import numpy as np
@@ -28,7 +29,6 @@ MOST_GROWTH = 3.0  # of the gradient norm's running mean: HLAT's post takes more
 _NOISE_ERRORS = 10.0  # standard errors of a running mean that noise does not reach
 # Blocks of the last half of a run, for the slope and the direction of the parameter norm
 _BLOCKS, _DIRECTION_BLOCKS = 200, 20
-_MAX_CELLS = 2_000_000  # of a table of windows, to bound the memory
 _SIGMA_OF_MEDIAN = 1.4826  # median of |x| of a normal x → its standard deviation
 
 
@@ -200,7 +200,6 @@ def growth_of(metric: Metric, steps: Ints, values: Floats, window: int, threshol
     limit = np.fmax(base, noise)
     first, last = find_stretches(rise > limit)
     lengths = last - first + 1
-    longest = argmax(lengths) if lengths.size else None
     return Growth(
         largest=float(rise[top]),
         step=int(ends[top]),
@@ -208,8 +207,8 @@ def growth_of(metric: Metric, steps: Ints, values: Floats, window: int, threshol
         lowest_step=int(ends[np.nanargmin(means[: top + 1])]),
         at_end=float(rise[finite[-1]]),
         limit=float(limit[top]),
-        longest=0 if longest is None else int(lengths[longest]),
-        longest_from=None if longest is None else int(ends[first[longest]]),
+        longest=int(lengths.max(initial=0)),
+        longest_from=int(ends[first[argmax(lengths)]]) if lengths.size else None,
     )
 
 
@@ -223,23 +222,25 @@ def noise_of(values: Floats) -> float:
     return _SIGMA_OF_MEDIAN * median(abs(jumps - np.median(jumps))) / math.sqrt(2)
 
 
-def grad_norm_of(steps: Ints, grads: Floats | None, ratios: Floats, window: int) -> GradNorm | None:
-    """Describe the gradient norm (NaN if unknown [n]) and its ratios at spikes [spikes]."""
+def grad_norm_of(
+    steps: Ints, grads: Floats | None, ratios: Sequence[float], window: int
+) -> GradNorm | None:
+    """Describe the gradient norm (NaN if unknown [n]) and its ratios at spikes."""
     if grads is None:
         return None
-    finite = ratios[np.isfinite(ratios)]
     growth, growth_step = None, None
     if len(grads) >= window:
         means = window_means(grads, window)
         lowest = np.fmin.accumulate(means)
-        grown = np.divide(means, lowest, out=np.full(len(means), np.nan), where=lowest > 0)
-        if np.isfinite(grown).any():
-            top = int(np.nanargmax(np.where(np.isfinite(grown), grown, np.nan)))
+        grown = means / np.where(lowest > 0, lowest, np.nan)
+        grown[~np.isfinite(grown)] = 0.0
+        if grown.any():
+            top = argmax(grown)
             growth, growth_step = float(grown[top]), int(steps[window - 1 + top])
     return GradNorm(
-        ratio_median=median(finite) if finite.size else None,
-        ratio_largest=float(finite.max()) if finite.size else None,
-        doubled=int(np.count_nonzero(finite > 2)),
+        ratio_median=median(ratios) if ratios else None,
+        ratio_largest=max(ratios, default=None),
+        doubled=sum(ratio > 2 for ratio in ratios),
         growth=growth,
         growth_step=growth_step,
     )
@@ -292,36 +293,15 @@ def window_means(values: Floats, window: int) -> Floats:
     return means
 
 
-def medians_before(values: Floats, places: Ints, window: int) -> Floats:
-    """Return medians of the finite ones of the `window` values before places, or NaN. [places]"""
-    medians = np.full(len(places), np.nan)
-    finite = np.where(np.isfinite(values), values, np.nan)
-    before = np.lib.stride_tricks.sliding_window_view(
-        np.concatenate([np.full(window, np.nan), finite]), window
-    )
-    chunk = max(1, _MAX_CELLS // window)
-    for begin in range(0, len(places), chunk):
-        table = before[places[begin : begin + chunk]]
-        some = np.isfinite(table).any(axis=1)
-        medians[begin : begin + chunk][some] = np.nanmedian(table[some], axis=1)
-    return medians
-
-
-def first_at_most(values: Floats, places: Ints, limits: Floats) -> Ints:
-    """Find the first place, from each of `places` on, with a value of no more than its limit.
-
-    If there is none it is n, the number of values; NaN is above every limit. [places]
-    """
-    # Minima of 1, 2, 4, … values from each place on, until each search ends within one; what
-    # follows the last value is below every limit.
-    minima = [np.append(values, -np.inf)]
-    while not (minima[-1][places] <= limits).all():
-        half, lowest = 2 ** (len(minima) - 1), np.full(len(values) + 1, -np.inf)
-        np.fmin(minima[-1][:-half], minima[-1][half:], out=lowest[:-half])
-        minima.append(lowest)
-    for power, lowest in reversed(list(enumerate(minima))):
-        places = np.where(lowest[places] <= limits, places, places + 2**power)
-    return places
+def first_at_most(values: Floats, place: int, limit: float) -> int | None:
+    """Find the first place, from `place` on, with a value of no more than `limit`; None: none."""
+    width = 16  # most are near, so that the searched stretches grow
+    while place < len(values):
+        hits = np.flatnonzero(values[place : place + width] <= limit)
+        if hits.size:
+            return place + int(hits[0])
+        place, width = place + width, 2 * width
+    return None
 
 
 def find_stretches(flags: Flags) -> tuple[Ints, Ints]:

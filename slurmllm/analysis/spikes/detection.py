@@ -9,6 +9,7 @@ row are one spike. Steps that are NaN or infinite are in no spike and in no mean
 from __future__ import annotations
 
 import math
+import statistics
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -31,14 +32,22 @@ from slurmllm.analysis.spikes.analysis import (
     first_at_most,
     grad_norm_of,
     growth_of,
-    medians_before,
     noise_of,
     param_norm_of,
     window_means,
 )
 from slurmllm.core.errors import RunError, UserError
 from slurmllm.core.format import format_plural
-from slurmllm.core.metrics.curves import Curve, Flags, Floats, Ints, Range, median, spike_height
+from slurmllm.core.metrics.curves import (
+    Curve,
+    Flags,
+    Floats,
+    Ints,
+    Range,
+    argmax,
+    median,
+    spike_height,
+)
 
 WINDOW = 20
 THRESHOLD = 0.1
@@ -112,7 +121,7 @@ def _analysis(
 ) -> SpikeAnalysis:
     window, threshold, _ = definition
     steps, values = curve.series(metric)
-    ratios = np.array([spike.grad_norm_ratio for spike in spikes], dtype=np.float64)
+    ratios = [spike.grad_norm_ratio for spike in spikes if spike.grad_norm_ratio is not None]
     highest = sorted(spikes, key=lambda spike: -spike.height)[:_MAX_SPIKES]
     rows, bad = np.isin(curve.steps, steps), ~np.isfinite(values)
     intervals, frequencies = np.unique(np.diff(steps), return_counts=True)
@@ -180,37 +189,47 @@ def _spikes(
     if first.size:
         separate = first[1:] - last[:-1] - 1 >= definition.min_gap
         first, last = first[np.append(True, separate)], last[np.append(separate, True)]
-    highest = _largest_between(heights, first, last)
-    peaks = first_at_most(-heights, first, -highest)
-    returned = first_at_most(values, first, means[first]) - first
     rows = np.isin(curve.steps, steps)
     grads, losses = (_finite_column(curve, name, rows) for name in ("grad_norm", "loss"))
-    ratios = np.full(len(first), np.nan)
-    if grads is not None:
-        medians = medians_before(grads, first, definition.window)
-        # The step before a spike too: its gradient makes the spike's first loss.
-        largest = _largest_between(grads, np.maximum(first - 1, 0), last)
-        np.divide(largest, medians, out=ratios, where=medians > 0)
+    above = np.fmax(heights, -np.inf)  # of all, -inf for NaN
     skips = _steps_after_skips(curve)
     at_restart = _latest_near(steps, curve.restarts.tolist(), first, last)
     after_skip = _latest_near(steps, list(skips), first, last)
-    return [
-        Spike(
-            step=int(steps[first[i]]),
-            last_step=int(steps[last[i]]),
-            duration=int(last[i] - first[i] + 1),
-            mean=float(means[first[i]]),
-            height=float(highest[i]),
-            peak_step=int(steps[peaks[i]]),
-            value=float(values[peaks[i]]),
-            loss=None if losses is None else float(losses[peaks[i]]),
-            returned_after=int(returned[i]) if first[i] + returned[i] < len(values) else None,
-            grad_norm_ratio=float(ratios[i]) if math.isfinite(ratios[i]) else None,
-            restart=at_restart[i],
-            skipped=None if (step := after_skip[i]) is None else skips[step],
+    spikes = []
+    for i, j, restart, skip in zip(
+        first.tolist(), last.tolist(), at_restart, after_skip, strict=True
+    ):
+        peak = i + argmax(above[i : j + 1])
+        returned = first_at_most(values, i, means[i])
+        spikes.append(
+            Spike(
+                step=int(steps[i]),
+                last_step=int(steps[j]),
+                duration=j - i + 1,
+                mean=float(means[i]),
+                height=float(heights[peak]),
+                peak_step=int(steps[peak]),
+                value=float(values[peak]),
+                loss=None if losses is None else float(losses[peak]),
+                returned_after=None if returned is None else returned - i,
+                grad_norm_ratio=_grad_norm_ratio(grads, i, j, definition.window),
+                restart=restart,
+                skipped=None if skip is None else skips[skip],
+            )
         )
-        for i in range(len(first))
-    ]
+    return spikes
+
+
+def _grad_norm_ratio(grads: Floats | None, first: int, last: int, window: int) -> float | None:
+    """Return the largest gradient norm of a spike over the median of those before; or None."""
+    before = [] if grads is None else grads[first - window : first].tolist()
+    finite = [norm for norm in before if math.isfinite(norm)]
+    usual = statistics.median(finite) if finite else 0.0
+    if grads is None or not usual > 0:
+        return None
+    # The step before a spike too: its gradient makes the spike's first loss.
+    ratio = float(np.fmax.reduce(grads[first - 1 : last + 1])) / usual
+    return ratio if math.isfinite(ratio) else None
 
 
 def select_steps(curve: Curve, first: int | None, last: int | None) -> Curve:
@@ -224,13 +243,6 @@ def select_steps(curve: Curve, first: int | None, last: int | None) -> Curve:
             f"{curve.name} has no steps {span}: its own are {curve.steps[0]} to {curve.steps[-1]}"
         )
     return curve.take(rows)
-
-
-def _largest_between(values: Floats, first: Ints, last: Ints) -> Floats:
-    """Return the largest finite value of each range, both ends included; NaN without any."""
-    edges = np.column_stack([first, last + 1]).ravel()
-    largest: Floats = np.fmax.reduceat(np.append(values, np.nan), edges)[::2]
-    return largest
 
 
 def _finite_column(curve: Curve, metric: str, rows: Flags) -> Floats | None:
