@@ -199,8 +199,10 @@ def _check(choices: _Choices, count: int) -> None:
     from slurmllm.analysis.compare.result import check_tolerances
 
     exact, seeds = choices.exact, choices.seeds
-    limits = {"--tolerance": choices.tolerance}
-    limits["--grad-norm-tolerance"] = choices.grad_norm_tolerance
+    limits = {
+        "--tolerance": choices.tolerance,
+        "--grad-norm-tolerance": choices.grad_norm_tolerance,
+    }
     check_tolerances(limits, "--exact" if exact else "")
     if exact and choices.require not in (None, "identical"):
         raise UserError(f"--exact requires identical runs; leave out --require {choices.require}")
@@ -293,6 +295,7 @@ def _write_files(
     """
     from slurmllm.core.metrics.source import run_report
 
+    written = {}
     path = Path(choices.plot) if choices.plot else None
     if choices.plot == "":
         path = run_report("compare", curves)
@@ -301,13 +304,12 @@ def _write_files(
 
         try:
             draw(curves[0], curves[1:], comparisons, path, seeds=seeds, **choices.steps)
-            comparisons = [c.model_copy(update={"plot": str(path)}) for c in comparisons]
+            written["plot"] = str(path)
         except StorageError as error:
             if choices.plot:
                 raise
-            fault = str(error)
             comparisons = [
-                c.model_copy(update={"warnings": (*c.warnings, fault)}) for c in comparisons
+                c.model_copy(update={"warnings": (*c.warnings, str(error))}) for c in comparisons
             ]
     if choices.html is not None:
         from slurmllm.analysis.report.comparison_page import write_comparison
@@ -315,8 +317,8 @@ def _write_files(
 
         tables = [Table.from_rows(_metric_rows(comparison)) for comparison in comparisons]
         write_comparison(curves, comparisons, tables, Path(choices.html), **choices.steps)
-        comparisons = [c.model_copy(update={"html": choices.html}) for c in comparisons]
-    return comparisons
+        written["html"] = choices.html
+    return [comparison.model_copy(update=written) for comparison in comparisons]
 
 
 def _print(comparison: Comparison, letter: str, *, alone: bool) -> None:
@@ -419,11 +421,12 @@ def _metric_rows(comparison: Comparison) -> list[dict[str, str]]:
         figures, metric = comparison.statistics.get(name), comparison.metrics.get(name)
         if figures is None:
             continue
-        onset = None if metric is None else metric.onset_step
-        tolerance = "-" if metric is None else figure(metric.tolerance)
-        if metric is not None and (comparison.band is not None or comparison.tolerance.exact):
-            tolerance = "exact" if comparison.band is None else "band"
-        identical = figures.max_rel_diff == 0 if metric is None else metric.bit_identical
+        tolerance, onset, identical = "-", None, figures.max_rel_diff == 0
+        if metric:
+            onset, identical = metric.onset_step, metric.bit_identical
+            tolerance = "exact" if comparison.tolerance.exact else format_figure(metric.tolerance)
+            if comparison.band:
+                tolerance = "band"
         rows.append(
             {
                 "metric": name,

@@ -94,11 +94,8 @@ def _rank(
     resumes = [cause for cause in first if cause.kind == "resume"]
     first = _without_kinds_of(first, resumes)
     seen = _of_clues(clues, observation, b, letter)
-    for causes in (recorded, seen):
-        # Another random seed does not make all differences.
-        if causes and causes[0].kind == "seed" and (remainder := observation.unexplained(letter)):
-            evidence = f"{causes[0].evidence}; {remainder}"
-            causes[0] = causes[0].model_copy(update={"evidence": evidence})
+    _add_unexplained(recorded, observation, letter)
+    _add_unexplained(seen, observation, letter)
     if any(cause.confidence == "certain" for cause in recorded):
         return (*first, *recorded, *resumes)
     of_settings = [cause for cause in of_settings if cause.confidence == "possible"]
@@ -115,6 +112,13 @@ def _rank(
     if undecided and not recorded and not first and not resumes:
         return (unknown, *seen)
     return (*first, *recorded, *resumes, *seen, unknown)
+
+
+def _add_unexplained(causes: list[Cause], observation: Observation, letter: str) -> None:
+    """Add to the evidence of another random seed the differences that a seed cannot make."""
+    if causes and causes[0].kind == "seed" and (remainder := observation.unexplained(letter)):
+        evidence = f"{causes[0].evidence}; {remainder}"
+        causes[0] = causes[0].model_copy(update={"evidence": evidence})
 
 
 def _has_likely(causes: Sequence[Cause]) -> bool:
@@ -257,8 +261,8 @@ def _of_settings(
 
 def _of_clues(clues: Sequence[str], observation: Observation, b: Curve, letter: str) -> list[Cause]:
     points: Counter[Kind] = Counter()
-    shown = [clue_table()[name] for name in clues]
-    for clue in shown:
+    rows = [clue_table()[name] for name in clues]
+    for clue in rows:
         points.update(clue.points)
     step = observation.first or 0
     if observation.sudden or not observation.below(ROUNDED, slice(EARLY_POINTS)):
@@ -266,7 +270,7 @@ def _of_clues(clues: Sequence[str], observation: Observation, b: Curve, letter: 
     causes: list[Cause] = []
     ratio = observation.ratio("first_ratio" in clues)
     for kind, sum_of_points in points.most_common():
-        best = max(shown, key=lambda clue: clue.points.get(kind, 0))
+        best = max(rows, key=lambda clue: clue.points.get(kind, 0))
         evidence = best.text.format(
             at=observation.moment,
             gap=observation.gap,

@@ -207,9 +207,9 @@ def _conclude(
     unexpected = (f"the curves match although {text}" for text in contrary)
     steps = metrics["loss"].points.steps
     identical = steps[steps < changed].tolist()
-    digits, shown = min(m.digits(alignment) for m in deciding), () if match else causes
+    digits, evident = min(m.digits(alignment) for m in deciding), () if match else causes
     reason = sentences.reason(
-        verdict, results, rules.basis, band, shown, alignment.letter, steps, digits
+        verdict, results, rules.basis, band, evident, alignment.letter, steps, digits
     )
     return Comparison.model_validate(
         result.compared_steps(matches, alignment)
@@ -218,7 +218,7 @@ def _conclude(
             "match": match,
             "power": {name: metric.power for name, metric in results.items()},
             "causes": causes,
-            "diagnosis": None if match else result.Diagnosis.of(causes[0]),
+            "diagnosis": None if match else result.Diagnosis.from_cause(causes[0]),
             "data": _compare_data(a, b, alignment.letter),
             "tolerance": rules.tolerances,
             "basis": rules.basis,

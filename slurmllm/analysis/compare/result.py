@@ -186,7 +186,7 @@ class Diagnosis(Record):
     text: str
 
     @classmethod
-    def of(cls, cause: Cause) -> Diagnosis:
+    def from_cause(cls, cause: Cause) -> Diagnosis:
         return cls(kind=cause.kind, step=cause.step, text=cause.evidence)
 
 

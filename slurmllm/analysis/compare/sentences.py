@@ -196,9 +196,8 @@ def warnings_of(alignment: Alignment, points: Mapping[str, Points], exact: bool)
         if only:
             yield f"only {who} has steps {describe_ranges(only)}; they are not compared"
     yield from _axis_warnings(alignment)
-    losses = [curve.columns.get("loss", curve.steps) for curve in (a, b)]
     same_file = a.path.absolute() == b.path.absolute()
-    if same_file and np.array_equal(losses[0], losses[1], equal_nan=True):
+    if same_file and np.array_equal(a.columns["loss"], b.columns["loss"], equal_nan=True):
         yield f"A and {alignment.letter} are the same: {a.path}"
     num_steps = len(alignment.steps)
     for name in ("loss", "grad_norm"):
@@ -231,16 +230,14 @@ def _axis_warnings(alignment: Alignment) -> Iterator[str]:
 
 def command_differences(a: Curve, b: Curve) -> list[str]:
     """Return in which arguments the commands of two other projects' trainers differ."""
-    lines = [str(curve.settings.get("command.run") or "").split() for curve in (a, b)]
-    if not all(lines) or lines[0] == lines[1]:
+    words_a, words_b = (str(curve.settings.get("command.run") or "").split() for curve in (a, b))
+    if not words_a or not words_b or words_a == words_b:
         return []
-    changes = SequenceMatcher(None, lines[0], lines[1], autojunk=False).get_opcodes()
+    changes = SequenceMatcher(None, words_a, words_b, autojunk=False).get_opcodes()
     differences = []
     for kind, start_a, end_a, start_b, end_b in changes:
         if kind != "equal":  # with the argument before, which may be an option
-            of_a, of_b = (
-                lines[0][max(start_a - 1, 0) : end_a],
-                lines[1][max(start_b - 1, 0) : end_b],
-            )
-            differences.append(f"{' '.join(of_a)} and {' '.join(of_b)}")
+            of_a = " ".join(words_a[max(start_a - 1, 0) : end_a])
+            of_b = " ".join(words_b[max(start_b - 1, 0) : end_b])
+            differences.append(f"{of_a} and {of_b}")
     return [f"the commands differ: {'; '.join(differences)}"]

@@ -14,7 +14,6 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import islice
-from typing import NamedTuple
 
 import numpy as np
 
@@ -27,6 +26,7 @@ from slurmllm.analysis.spikes.analysis import (
     Spike,
     SpikeAnalysis,
     SpikeCounts,
+    SpikeDefinition,
     State,
     find_stretches,
     first_at_most,
@@ -56,12 +56,6 @@ _NEAR_STEPS = 5  # a spike so many logged steps after a restart or a skip coinci
 _steps = partial(format_plural, noun="step")
 
 
-class _Definition(NamedTuple):
-    window: int
-    threshold: float
-    min_gap: int
-
-
 def analyze(
     curve: Curve,
     window: int = WINDOW,
@@ -79,12 +73,22 @@ def analyze(
         raise UserError(f"threshold {threshold:g}: a height above the mean, 0 or more, such as 0.1")
     if min_gap < 1:
         raise UserError(f"min-gap {min_gap}: between spikes there are 1 calm step or more")
-    definition = _Definition(window, threshold, min_gap)
     logged = [name for name in NAMES if len(curve.series(name)[0])]
-    metrics = logged or ["loss"] if metric is None else [metric]
+    definitions = [
+        SpikeDefinition(
+            metric=name,
+            definition=f"a step whose {NAMES[name]} is more than {threshold:g} above the mean of "
+            f"the {window} logged steps before it",
+            reference=REFERENCES.get(name),
+            window=window,
+            threshold=threshold,
+            min_gap=min_gap,
+        )
+        for name in (logged or ["loss"] if metric is None else [metric])
+    ]
     # Differences of values near the largest float overflow to infinity, which is correct here.
     with np.errstate(over="ignore", invalid="ignore"):
-        first, *of_grad_norm = [_find_spikes(curve, name, definition) for name in metrics]
+        first, *of_grad_norm = [_find_spikes(curve, definition) for definition in definitions]
     if not of_grad_norm:
         return first
     warnings = tuple(
@@ -94,7 +98,8 @@ def analyze(
     return first.model_copy(update={"grad_norm_spikes": second})
 
 
-def _find_spikes(curve: Curve, metric: Metric, definition: _Definition) -> SpikeAnalysis:
+def _find_spikes(curve: Curve, definition: SpikeDefinition) -> SpikeAnalysis:
+    metric, window = definition.metric, definition.window
     steps, values = curve.series(metric)
     if not len(steps):
         columns = ", ".join(curve.columns) or "nothing"
@@ -102,24 +107,23 @@ def _find_spikes(curve: Curve, metric: Metric, definition: _Definition) -> Spike
             f"{curve.path} has no {NAMES[metric]}, but {columns}; --tag {metric}=TAG names it in "
             "the log of another framework, --metric chooses between loss and grad_norm"
         )
-    window = definition.window
     means = np.full(len(values), np.nan)
     if len(values) > window:
         # The mean of a window is that before the step after it: the last window precedes none.
         means[window:] = window_means(values, window)[:-1]
     heights = np.where(np.isfinite(values), spike_height(values, means), np.nan)
-    spikes = _spikes(curve, metric, means, heights, definition)
+    spikes = _spikes(curve, means, heights, definition)
     judged = int(np.count_nonzero(np.isfinite(heights)))
-    analysis = _analysis(curve, metric, spikes, judged, definition)
+    analysis = _analysis(curve, spikes, judged, definition)
     state, verdict = _name_state(analysis)
     warnings = (*curve.warnings, *_warnings(analysis))
     return analysis.model_copy(update={"state": state, "verdict": verdict, "warnings": warnings})
 
 
 def _analysis(
-    curve: Curve, metric: Metric, spikes: Sequence[Spike], judged: int, definition: _Definition
+    curve: Curve, spikes: Sequence[Spike], judged: int, definition: SpikeDefinition
 ) -> SpikeAnalysis:
-    window, threshold, _ = definition
+    window, metric = definition.window, definition.metric
     steps, values = curve.series(metric)
     ratios = [spike.grad_norm_ratio for spike in spikes if spike.grad_norm_ratio is not None]
     highest = sorted(spikes, key=lambda spike: -spike.height)[:_MAX_SPIKES]
@@ -128,14 +132,10 @@ def _analysis(
     stretches = islice(zip(*find_stretches(bad), strict=True), _MAX_SPIKES)
     return SpikeAnalysis(
         **dict(_count_spikes(spikes, judged, steps[-window:])),
-        **definition._asdict(),
+        **dict(definition),
         name=curve.name,
         path=str(curve.path),
         kind=curve.kind,
-        metric=metric,
-        definition=f"a step whose {NAMES[metric]} is more than {threshold:g} above the mean of the "
-        f"{window} logged steps before it",
-        reference=REFERENCES.get(metric),
         steps=len(steps),
         judged=judged,
         first_step=int(steps[0]),
@@ -148,7 +148,7 @@ def _analysis(
             NotFinite(step=int(steps[i]), last_step=int(steps[j]), duration=int(j - i + 1))
             for i, j in stretches
         ),
-        growth=growth_of(metric, steps, values, window, threshold) if judged else None,
+        growth=growth_of(metric, steps, values, window, definition.threshold) if judged else None,
         grad_norm=grad_norm_of(steps, _finite_column(curve, "grad_norm", rows), ratios, window),
         param_norm=param_norm_of(steps, _finite_column(curve, "param_norm", rows)),
         restarts=tuple(curve.restarts.tolist()),
@@ -177,13 +177,13 @@ def _count_spikes(spikes: Sequence[Spike], judged: int, last_window: Ints) -> Sp
 
 
 def _spikes(
-    curve: Curve, metric: Metric, means: Floats, heights: Floats, definition: _Definition
+    curve: Curve, means: Floats, heights: Floats, definition: SpikeDefinition
 ) -> list[Spike]:
     """Return the spikes and what coincides with them.
 
     `means` and `heights`: running means before each value, and heights above these. [values]
     """
-    steps, values = curve.series(metric)
+    steps, values = curve.series(definition.metric)
     # NaN compares as false: a step without a mean or a finite loss is in no spike.
     first, last = find_stretches(heights > definition.threshold)
     if first.size:
