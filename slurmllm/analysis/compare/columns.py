@@ -237,7 +237,7 @@ class Observation:
                 step=loss.steps[later][0],
             )
             return Cause(
-                kind="transient", confidence=confidence, step=int(steps[0]), evidence=evidence
+                kind="transient", confidence=confidence, step=steps[0], evidence=evidence
             )
         return None
 

@@ -351,8 +351,8 @@ def _lasting_fields(detected: DivergenceResult, steps: Ints) -> Json:
     if not lasting:
         return {}
     return {
-        "lasting_departure_step": int(steps[lasting.first]),
-        "lasting_departure_last_step": int(steps[lasting.last]),
+        "lasting_departure_step": steps[lasting.first],
+        "lasting_departure_last_step": steps[lasting.last],
         "lasting_departure_points": lasting.last - lasting.first + 1,
         "lasting_departure_rel_diff": lasting.size,
     }
@@ -396,10 +396,10 @@ def _compare_metric(
             "first_visible_step": _first_step(steps, unequal),
             "first_departure_step": departure,
             "first_departure_rel_diff": size if beyond.any() and math.isfinite(size) else None,
-            "departures": int(np.count_nonzero(beyond)),
-            "bit_identical": bool(metric.points.same.all()),
-            "non_finite_a": int(np.count_nonzero(bad_a)),
-            "non_finite_b": int(np.count_nonzero(bad_b)),
+            "departures": np.count_nonzero(beyond),
+            "bit_identical": metric.points.same.all(),
+            "non_finite_a": np.count_nonzero(bad_a),
+            "non_finite_b": np.count_nonzero(bad_b),
             "first_non_finite_step_a": _first_step(steps, bad_a),
             "first_non_finite_step_b": _first_step(steps, bad_b),
             "departs": rule is not None,

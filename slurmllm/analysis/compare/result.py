@@ -303,8 +303,8 @@ def compared_steps(matches: Sequence[StepMatch], alignment: Alignment) -> Json:
             name=curve.name,
             path=str(curve.path),
             steps=len(curve.steps),
-            first_step=int(curve.steps[0]),
-            last_step=int(curve.steps[-1]),
+            first_step=curve.steps[0],
+            last_step=curve.steps[-1],
             attempts=len(np.unique(curve.attempts)),
             restarts=tuple(curve.restarts.tolist()),
             missing=curve.gaps,
@@ -321,8 +321,8 @@ def compared_steps(matches: Sequence[StepMatch], alignment: Alignment) -> Json:
     return {
         **sides,
         "steps_compared": len(steps),
-        "first_step": int(steps[0]),
-        "last_step": int(steps[-1]),
+        "first_step": steps[0],
+        "last_step": steps[-1],
         "alignment": AlignmentRecord(
             axis=alignment.axis, method=alignment.method, points=len(steps)
         ),
@@ -395,11 +395,11 @@ def statistics(points: Points, signed: Floats, shape: bool) -> Statistics:
     bounds = np.linspace(0, len(points), count + 1).round().astype(int).tolist()
     return Statistics(
         points=len(points),
-        max_rel_diff=float(size[worst]),
-        max_rel_diff_step=int(points.steps[finite][worst]),
-        mean_rel_diff=float(size.mean()),
-        median_rel_diff=float(median),
-        p99_rel_diff=float(p99),
+        max_rel_diff=size[worst],
+        max_rel_diff_step=points.steps[finite][worst],
+        mean_rel_diff=size.mean(),
+        median_rel_diff=median,
+        p99_rel_diff=p99,
         correlation=correlation,
         correlation_detrended=detrended,
         area_between=area,
@@ -429,9 +429,9 @@ def _correlation(a: Floats, b: Floats) -> float | None:
 def _window(steps: Ints, r: Floats) -> Window:
     r = r[np.isfinite(r)]
     return Window(
-        first_step=int(steps[0]),
-        last_step=int(steps[-1]),
+        first_step=steps[0],
+        last_step=steps[-1],
         points=len(steps),
-        mean_rel_diff=float(abs(r).mean()) if len(r) else None,
-        mean_signed_rel_diff=float(r.mean()) if len(r) else None,
+        mean_rel_diff=abs(r).mean() if len(r) else None,
+        mean_signed_rel_diff=r.mean() if len(r) else None,
     )

@@ -201,14 +201,14 @@ def growth_of(metric: Metric, steps: Ints, values: Floats, window: int, threshol
     first, last = find_stretches(rise > limit)
     lengths = last - first + 1
     return Growth(
-        largest=float(rise[top]),
-        step=int(ends[top]),
-        lowest=float(lowest[top]),
-        lowest_step=int(ends[np.nanargmin(means[: top + 1])]),
-        at_end=float(rise[finite[-1]]),
-        limit=float(limit[top]),
-        longest=int(lengths.max(initial=0)),
-        longest_from=int(ends[first[argmax(lengths)]]) if lengths.size else None,
+        largest=rise[top],
+        step=ends[top],
+        lowest=lowest[top],
+        lowest_step=ends[np.nanargmin(means[: top + 1])],
+        at_end=rise[finite[-1]],
+        limit=limit[top],
+        longest=lengths.max(initial=0),
+        longest_from=ends[first[argmax(lengths)]] if lengths.size else None,
     )
 
 

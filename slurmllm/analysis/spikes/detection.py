@@ -138,14 +138,14 @@ def _analysis(
         kind=curve.kind,
         steps=len(steps),
         judged=judged,
-        first_step=int(steps[0]),
-        last_step=int(steps[-1]),
-        interval=int(intervals[frequencies.argmax()]) if len(intervals) else 1,
+        first_step=steps[0],
+        last_step=steps[-1],
+        interval=intervals[frequencies.argmax()] if len(intervals) else 1,
         noise=noise_of(values),
         spikes=tuple(sorted(highest, key=lambda spike: spike.step)),
-        not_finite_steps=int(np.count_nonzero(bad)),
+        not_finite_steps=np.count_nonzero(bad),
         not_finite=tuple(
-            NotFinite(step=int(steps[i]), last_step=int(steps[j]), duration=int(j - i + 1))
+            NotFinite(step=steps[i], last_step=steps[j], duration=j - i + 1)
             for i, j in stretches
         ),
         growth=growth_of(metric, steps, values, window, definition.threshold) if judged else None,
@@ -203,14 +203,14 @@ def _spikes(
         returned = first_at_most(values, i, means[i])
         spikes.append(
             Spike(
-                step=int(steps[i]),
-                last_step=int(steps[j]),
+                step=steps[i],
+                last_step=steps[j],
                 duration=j - i + 1,
-                mean=float(means[i]),
-                height=float(heights[peak]),
-                peak_step=int(steps[peak]),
-                value=float(values[peak]),
-                loss=None if losses is None else float(losses[peak]),
+                mean=means[i],
+                height=heights[peak],
+                peak_step=steps[peak],
+                value=values[peak],
+                loss=None if losses is None else losses[peak],
                 returned_after=None if returned is None else returned - i,
                 grad_norm_ratio=_grad_norm_ratio(grads, i, j, definition.window),
                 restart=restart,
