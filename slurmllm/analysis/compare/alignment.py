@@ -303,6 +303,7 @@ class Alignment:
                     f"hold no {needed} and no config.yaml gives train.global_batch; name the "
                     f"column with --tag {axis}=…, or align by step"
                 )
+        self._empty = Points(a.steps[:0], np.empty(0), np.empty(0), np.empty(0))
         # By tokens or samples the range is of A's steps; those of B differ.
         of_b = (from_step, to_step) if axis == "step" else (None, None)
         self._whole = _select(a, axis, from_step, to_step), _select(b, axis, *of_b)
@@ -337,7 +338,7 @@ class Alignment:
     def points_of(self, metric: str) -> Points:
         """Return a metric of both curves; without points if one of them lacks it."""
         if not all(metric in curve.columns for curve in self.curves):
-            return Points(self.steps[:0], self.positions[:0], np.empty(0), np.empty(0))
+            return self._empty
         if self.method == "interpolated":
             return self._interpolated(metric)
         present = [curve.present(metric) for curve in self._used]
@@ -353,7 +354,7 @@ class Alignment:
         present = denser.present(metric)
         places = denser.positions(self.axis)[present]
         if len(places) < 2:
-            return Points(self.steps[:0], self.positions[:0], np.empty(0), np.empty(0))
+            return self._empty
         usable &= (self.positions >= places[0]) & (self.positions <= places[-1])
         right = places.searchsorted(self.positions).clip(1, len(places) - 1)
         widths = places[right] - places[right - 1]

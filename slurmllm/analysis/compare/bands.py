@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-from scipy.ndimage import median_filter
+from scipy.ndimage import maximum_filter, median_filter
 
-from slurmllm.analysis.compare.alignment import Alignment, Points
+from slurmllm.analysis.compare.alignment import Alignment, Points, shift_steps
 from slurmllm.analysis.compare.divergence import (
     extrapolated,
     roughness,
@@ -58,38 +58,33 @@ def compare_with_band(steps: Ints, seeds: Floats, other: Floats) -> BandResult:
     count, points = seeds.shape
     mean = seeds.mean(axis=0)
     deviations = seeds - mean
-    floor = float(abs(mean).max()) * 1e-12 or 1e-300
+    floor = abs(mean).max() * 1e-12 or 1e-300
     scale = np.maximum(_point_to_point(deviations), floor)
     scale *= _excursions(deviations / scale)
     further = np.sqrt(1 + 1 / count)
-    units, z = deviations / scale, (other - mean) / (scale * further)
-    calm, calm_z = median_filter(units, (1, 3), mode="nearest"), median_filter(z, 3, mode="nearest")
-    widths = [1]  # 1, 4, 16 … points as long as there are 8 means at least, then all points
-    while widths[-1] * 4 * 8 <= points:
-        widths.append(widths[-1] * 4)
-    if points > 1:
-        widths.append(points)
+    units, z = deviations / scale, ((other - mean) / (scale * further))[None]
+    calm, calm_z = (median_filter(x, (1, 3), mode="nearest") for x in (units, z))
+    # 1, 4, 16 … points as long as there are 8 means at least, and all points
+    widths = sorted({1, points, *(4**k for k in range(1, 20) if 8 * 4**k <= points)})
     chance = _ASKED / _METRICS / len(widths)
     limits = {width: _limit(units if width == 1 else calm, width, chance) for width in widths}
     excess, worst, first, end = 0.0, 1, None, points + 1
     for width, limit in limits.items():
-        reach = abs(_means((z if width == 1 else calm_z)[None], width)[0]) / limit
+        reach = abs(_means(z if width == 1 else calm_z, width)[0]) / limit
         if reach.max() > excess:
             excess, worst = float(reach.max()), width
         if reach.max() > 1:
             begin = argmax(reach > 1) * width
             if begin + width < end:
                 first, end = begin, begin + width
-    size = float(abs(mean).mean()) or 1.0
-    spread = float(np.sqrt((deviations**2).sum() / (count - 1) / points)) / size
-    power = float(limits[widths[-1]] * further * scale.mean()) / size
+    size = abs(mean).mean() or 1.0
     record = BandOfMetric(
         within=excess <= 1,
-        spread=spread,
+        spread=np.sqrt((deviations**2).sum() / (count - 1) / points) / size,
         excess=excess,
         width=worst,
-        first_outside_step=None if first is None else int(steps[first]),
-        power=power,
+        first_outside_step=None if first is None else steps[first],
+        power=limits[points] * further * scale.mean() / size,
     )
     return BandResult(record, steps, mean, limits[1] * further * scale)
 
@@ -127,8 +122,7 @@ def _excursions(units: Floats) -> Floats:
     level = np.sqrt(np.add.reduceat((units**2).mean(axis=0), begins) / counts)
     level /= max(median(level), 1e-300)
     wider = np.where(level > _EXCURSION, level, 1.0)
-    near = np.maximum(wider, np.maximum(np.append(wider[1:], 1), np.append(1, wider[:-1])))
-    return np.repeat(near, counts)
+    return np.repeat(maximum_filter(wider, 3, mode="nearest"), counts)
 
 
 def _means(rows: Floats, width: int) -> Floats:
@@ -182,8 +176,11 @@ def _independent(means: Floats) -> float:
 class SeedBand:
     """A and further runs that differ from it in the seed alone."""
 
-    def __init__(self, a: Curve, seed_curves: Sequence[Curve], axis: Axis) -> None:
-        self._aligned = [Alignment(a, other, axis, None, None) for other in seed_curves]
+    def __init__(self, a: Curve, seed_curves: Sequence[Curve], shift: int, axis: Axis) -> None:
+        """`shift`: what was added to the steps of A."""
+        self._aligned = [
+            Alignment(a, shift_steps(curve, shift), axis, None, None) for curve in seed_curves
+        ]
         self.names = (a.name, *(other.name for other in seed_curves))
         self.warnings = [
             f"seed {curve.name}: {warning}" for curve in seed_curves for warning in curve.warnings
@@ -213,8 +210,7 @@ class SeedBand:
         finite = np.isfinite(points.a) & np.isfinite(points.b)
         for name, alignment in zip(self.names[1:], self._aligned, strict=True):
             seed_points = alignment.points_of(metric)
-            indices = seed_points.steps.searchsorted(steps)
-            indices[indices == len(seed_points.steps)] = 0
+            indices = seed_points.steps.searchsorted(steps).clip(max=len(seed_points) - 1)
             logged = np.isin(steps, seed_points.steps)
             if np.count_nonzero(logged) < 2:
                 raise RunError(

@@ -236,9 +236,7 @@ class Observation:
                 steps=describe_steps(steps, loss.steps),
                 step=loss.steps[later][0],
             )
-            return Cause(
-                kind="transient", confidence=confidence, step=steps[0], evidence=evidence
-            )
+            return Cause(kind="transient", confidence=confidence, step=steps[0], evidence=evidence)
         return None
 
     def _calm_again(self, first: int, last: int) -> bool:
@@ -377,9 +375,9 @@ class Observation:
         if len(late) < _MIN_POINTS:
             return ""
         level = median(late)
-        if abs(level) < max(_LEVEL, 2 * median(abs(late - level))):
-            return ""
         a, b = (median(values[len(values) // 2 :]) for values in self.values("loss"))
+        if not a or abs(level) < max(_LEVEL, 2 * median(abs(late - level))):
+            return ""
         return f"the loss of {letter} stays at {b / a:.3g} times that of A, which no seed explains"
 
     def _ratio_clue(self) -> str | None:

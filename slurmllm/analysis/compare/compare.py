@@ -18,7 +18,6 @@ from slurmllm.analysis.compare.alignment import (
     match_steps,
     no_common_step,
     printed_digits,
-    shift_steps,
 )
 from slurmllm.analysis.compare.bands import (
     SPACINGS,
@@ -133,8 +132,7 @@ def compare(
     limits = _limits(a, metrics, measure, tolerances)
     band: result.Band | None = None
     if seeds:
-        shifted = [shift_steps(seed, matches[0].shift) for seed in seeds]
-        seed_band = SeedBand(a, shifted, axis)
+        seed_band = SeedBand(a, seeds, matches[0].shift, axis)
         band = seed_band.compare({name: points[name] for name in limits}, letter)
         warnings += seed_band.warnings
     rules = _Rules(tolerances, measure, settings, limits, band)

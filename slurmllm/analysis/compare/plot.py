@@ -97,8 +97,8 @@ def draw(
 ) -> None:
     """Draw A, the curves that it was compared with and the band of seeds into a PNG file."""
     a, drawn = align(a, other_curves, comparisons, from_step, to_step)
-    axis, shift = comparisons[0].alignment.axis, comparisons[0].a.shift
-    band = SeedBand(a, [shift_steps(seed, shift) for seed in seeds], axis) if seeds else None
+    axis = comparisons[0].alignment.axis
+    band = SeedBand(a, seeds, comparisons[0].a.shift, axis) if seeds else None
     metrics = [name for name in LABELS if any(name in each.metrics for each in comparisons)]
     if len(drawn) == 1:
         reasons = f"{comparisons[0].verdict}: {comparisons[0].reason}".split("; ")

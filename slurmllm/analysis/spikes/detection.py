@@ -145,8 +145,7 @@ def _analysis(
         spikes=tuple(sorted(highest, key=lambda spike: spike.step)),
         not_finite_steps=np.count_nonzero(bad),
         not_finite=tuple(
-            NotFinite(step=steps[i], last_step=steps[j], duration=j - i + 1)
-            for i, j in stretches
+            NotFinite(step=steps[i], last_step=steps[j], duration=j - i + 1) for i, j in stretches
         ),
         growth=growth_of(metric, steps, values, window, definition.threshold) if judged else None,
         grad_norm=grad_norm_of(steps, _finite_column(curve, "grad_norm", rows), ratios, window),
