@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -19,16 +19,18 @@ if TYPE_CHECKING:
     from slurmllm.core.metrics.curves import Curve
 
 
-def _number(name: str, default: float, description: str) -> Callable[[Any], Any]:
-    return click.option(name, type=type(default), default=default, help=description)
-
-
 @click.command()
 @options.run_argument("sources", nargs=-1, required=True, metavar="SOURCE...")
 @options.choice("--metric", "loss grad_norm all", "What to search for spikes.", default="all")
-@_number("--window", 20, "Number of steps in the running mean.")
-@_number("--threshold", 0.1, "A value higher than the running mean by more than this is a spike.")
-@_number("--min-gap", 1, "Spikes with fewer normal steps between them are merged.")
+@click.option("--window", default=20, help="Number of steps in the running mean.")
+@click.option(
+    "--threshold",
+    default=0.1,
+    help="A value higher than the running mean by more than this is a spike.",
+)
+@click.option(
+    "--min-gap", default=1, help="Spikes with fewer normal steps between them are merged."
+)
 @options.log_options
 @options.step_range
 @options.plot_or_none("<run>/reports/spikes-<run>.png; of logs none")
@@ -98,15 +100,14 @@ def _draw(curves: Sequence[Curve], runs: Sequence[SpikeAnalysis], plot: str) -> 
         return [run.model_copy(update={"plot": plot}) for run in runs]
     drawn: list[SpikeAnalysis] = []
     for curve, run in pairs:
-        path = run_report("spikes", [curve])
-        if path is None:
-            drawn.append(run)
-            continue
-        try:  # the default folder may be read-only, such as a colleague's run
-            draw([(curve, run)], path)
-            drawn.append(run.model_copy(update={"plot": str(path)}))
-        except StorageError as error:
-            drawn.append(run.model_copy(update={"warnings": (*run.warnings, str(error))}))
+        update: dict[str, Any] = {}
+        if path := run_report("spikes", [curve]):
+            try:  # the default folder may be read-only, such as a colleague's run
+                draw([(curve, run)], path)
+                update["plot"] = str(path)
+            except StorageError as error:
+                update["warnings"] = (*run.warnings, str(error))
+        drawn.append(run.model_copy(update=update))
     return drawn
 
 
@@ -156,21 +157,16 @@ def _figures(run: SpikeAnalysis, first: bool) -> Iterator[tuple[str, str]]:
         yield "durations", durations
     if run.not_finite_steps:
         yield "NaN or infinite", f"{run.not_finite_steps:,} steps"
-    if run.growth is not None:
-        grown = run.growth
-        yield (
-            "rise over the lowest",
-            f"{grown.largest:.3g} at step {grown.step}; at the end {grown.at_end:.3g}",
-        )
-    if run.metric == "grad_norm" and run.grad_norm is not None and run.grad_norm.growth:
-        figure = f"{run.grad_norm.growth:.3g} at step {run.grad_norm.growth_step}"
-        yield "times the lowest", figure
-    if run.grad_norm is not None and run.grad_norm.ratio_median is not None:
-        usual, largest = run.grad_norm.ratio_median, run.grad_norm.ratio_largest
-        figure = f"{usual:.3g} times the median before them, at most {largest:.3g}"
-        yield "gradient norm at spikes", figure
-    if run.param_norm is not None and first:
-        norm = run.param_norm
+    growth, gradient, norm = run.growth, run.grad_norm, run.param_norm
+    if growth:
+        figure = f"{growth.largest:.3g} at step {growth.step}; at the end {growth.at_end:.3g}"
+        yield "rise over the lowest", figure
+    if gradient and gradient.growth and run.metric == "grad_norm":
+        yield "times the lowest", f"{gradient.growth:.3g} at step {gradient.growth_step}"
+    if gradient and gradient.ratio_median is not None:
+        figure = f"{gradient.ratio_median:.3g} times the median before them"
+        yield "gradient norm at spikes", f"{figure}, at most {gradient.ratio_largest:.3g}"
+    if norm and first:
         figure = f"{norm.first:.5g} at the start → {norm.last:.5g}"
         if norm.slope is not None:
             trend = "" if norm.direction in (None, "neither") else f", {norm.direction} throughout"

@@ -121,11 +121,10 @@ def _choose_shifts(a: Curve, b: Curve) -> tuple[tuple[int, int], str]:
     firsts = list[int]()  # number of the first step: that of the log, else that of its format
     for curve in (a, b):
         if curve.convention and curve.convention.counts == "steps":
-            first: int | None = int(curve.series("loss")[0][0])  # a validation may come before
-            if first not in (0, 1):
-                first = curve.convention.steps_from
+            first = curve.series("loss")[0][0]  # a validation may come before
+            first = first if first in (0, 1) else curve.convention.steps_from
             if first is not None:
-                firsts.append(first)
+                firsts.append(int(first))
     # Small shifts, and those that align first or last steps
     ends = [int(a.steps[end] - b.steps[end]) for end in (0, -1)]
     usual, candidates = 0, {*range(-_MAX_OFFSET, _MAX_OFFSET + 1), *ends}
@@ -417,12 +416,10 @@ def printed_digits(curve: Curve, values: Floats) -> int:
 
 def ranges(picked: Ints, among: Ints) -> Ranges:
     """Return steps as ranges; steps are neighbours if no step of `among` is between them."""
-    if not picked.size:
-        return ()
-    places = among.searchsorted(picked)
-    ends = np.flatnonzero(np.append(np.diff(places) != 1, True))
-    begins = np.append(0, ends[:-1] + 1)
-    return tuple((int(picked[i]), int(picked[j])) for i, j in zip(begins, ends, strict=True))
+    breaks = np.flatnonzero(np.diff(among.searchsorted(picked)) != 1)
+    firsts = np.append(picked[:1], picked[breaks + 1]).tolist()
+    lasts = np.append(picked[breaks], picked[-1:]).tolist()
+    return tuple(zip(firsts, lasts, strict=True))
 
 
 def no_common_step(a: Curve, b: Curve, from_step: int | None, to_step: int | None) -> str:

@@ -306,7 +306,7 @@ def _common_metrics(alignment: Alignment) -> dict[str, _Metric]:
 
 
 def _compare_data(a: Curve, b: Curve, letter: str) -> result.DataComparison | None:
-    if a.data is None or b.data is None:
+    if not (a.data and b.data):
         return None
     differences = a.data.differences(b.data)
     if skips := compare_skips(a, b, letter):

@@ -74,7 +74,7 @@ class _Hit:
     rule: Rule
     first: int
     end: int
-    last: int | None = None
+    last: int = -1
 
 
 def detect_divergence(
@@ -134,17 +134,16 @@ def _describe(
     result: DivergenceResult, r: Floats, hits: Sequence[_Hit], scattered: bool
 ) -> DivergenceResult:
     """Return the divergence that hits show: its onset, its rule and its lasting part."""
-    earliest = min(hits, key=lambda hit: hit.end)
+    earliest, hit = min(hits, key=lambda hit: hit.end), hits[0]
     onset = find_onset(r, earliest.first, earliest.end)
-    before, after = r[hits[0].first : onset], r[onset : hits[0].end]
-    is_segment = hits[0].rule == "lasting" and 4 * (hits[0].end - hits[0].first) >= len(r) - 3
+    rule, before, after = hit.rule, r[hit.first : onset], r[onset : hit.end]
+    is_segment = rule == "lasting" and 4 * (hit.end - hit.first) >= len(r) - 3
     if is_segment and len(before) and len(after) and before.mean() / after.mean() > 0.5:
-        onset = hits[0].first  # the bias is there already
-    rule = hits[0].rule
+        onset = hit.first  # the bias is there already
     if {hit.rule for hit in hits} >= {"noise", "lasting"} and len(r) - onset > 2:
         is_bias = abs(np.median(r[onset:])) > scatter(r[onset:]).median
         rule = "lasting" if is_bias else "noise"
-    last = max((hit.last for hit in hits if hit.last is not None), default=-1)
+    last = max(hit.last for hit in hits)
     lasting = None
     if last >= onset:
         lasting = Stretch(onset, last, median(abs(r[onset : last + 1])))
@@ -248,7 +247,7 @@ def _single_points(far: Flags, rule: Rule) -> Iterator[_Hit]:
         first = argmax(far)
         # Of few points the first three in a row are a lasting departure.
         three = np.flatnonzero(far[:-2] & far[1:-1] & far[2:]) if rule == "pointwise" else far[:0]
-        last = _end_of_run(far, int(three[0])) - 1 if len(three) else None
+        last = _end_of_run(far, int(three[0])) - 1 if len(three) else -1
         yield _Hit(rule, first, first + 1, last)
 
 

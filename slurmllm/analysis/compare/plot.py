@@ -247,8 +247,8 @@ def _draw_difference(axes: Axes, drawn: Sequence[Drawn], metrics: Sequence[str])
             label = LABELS[metric].split(" (")[0]
             style: dict[str, Any] = {"color": _METRIC_COLORS[metric], "label": label}
             if len(drawn) > 1:
-                style = {"color": each.color, "label": f"{each.label}, {label}"}
-                style["linestyle"] = _METRIC_STYLES[metric]
+                label = f"{each.label}, {label}"
+                style = {"color": each.color, "label": label, "linestyle": _METRIC_STYLES[metric]}
             style |= {"marker": "." if len(points) <= 500 else "", "markersize": 3}
             _draw_line(axes, points.positions, curve, linewidth=0.9, **style)
     for metric in metrics:

@@ -102,7 +102,7 @@ def tokens_per_step(curve: Curve) -> float | None:
 
 
 def _compare_data(a: Curve, b: Curve, first: int) -> SettingDifference | None:
-    if a.data is None or b.data is None:
+    if not (a.data and b.data):
         return None
     differences = a.data.differences(b.data)
     if not differences:
@@ -254,17 +254,18 @@ def _kind_of_setting(key: str, a: Curve, b: Curve) -> Kind | None:
     """Return what a setting that differs can cause; None if nothing in a curve."""
     by_key = {name: kind for kind, group in setting_table().items() for name in group.settings}
     kind = by_key.get(key, by_key.get(f"{key.partition('.')[0]}.*"))
-    if a.data is not None and b.data is not None:
+    if a.data and b.data:
         other_seed = key == "train.seed" and a.data.seed != b.data.seed
         if other_seed or key.startswith(_DATA_RECORD_SETTINGS):
             return None
     if kind == "lr" and all("lr" in curve.columns for curve in (a, b)):
         return None  # the learning rates themselves are compared
+    matters = key != "parallel.auto"
     if key == "train.steps":  # the end of a decay that names none
         ends = [curve.settings.get("optim.decay_steps") for curve in (a, b)]
         constant = [curve.settings.get("optim.decay") == "constant" for curve in (a, b)]
-        return kind if ends == [None, None] and not all(constant) else None
+        matters = ends == [None, None] and not all(constant)
     if key in ("data.corpus", "data.tokenizer"):  # paths
         names = {PurePath(str(curve.settings[key])).name for curve in (a, b)}
-        return kind if len(names) > 1 else None
-    return kind if key != "parallel.auto" else None
+        matters = len(names) > 1
+    return kind if matters else None

@@ -69,9 +69,11 @@ class Tolerances(Record):
 def check_tolerances(values: Mapping[str, float | None], exact: str = "") -> None:
     """Raise UserError if the value of an option is no tolerance, or contradicts option `exact`."""
     for option, value in values.items():
-        if value is not None and exact:
+        if value is None:
+            continue
+        if exact:
             raise UserError(f"{option} {value:g} and {exact} exclude each other; give one of them")
-        if value is not None and not 0 <= value < float("inf"):
+        if not 0 <= value < math.inf:
             raise UserError(f"{option} {value:g}: a tolerance is 0 or more, such as 1e-3")
 
 
