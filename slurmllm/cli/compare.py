@@ -129,7 +129,7 @@ def compare(
     Exit codes: 0 no run differs from A; 1 one does, or its verdict is weaker than --require;
     2 invalid input; 4 the plot cannot be written.
     """
-    if not others and (sweep := find_sweep(a, runs_dir)) is not None:
+    if not others and (sweep := find_sweep(a, runs_dir)):
         from slurmllm.cli.sweep import print_table_of
 
         for option in options.given(ctx):
@@ -158,7 +158,7 @@ def compare(
         for name, path in (("picture", comparisons[0].plot), ("page", comparisons[0].html)):
             if path:
                 click.echo(f"{name}: {path}")
-        if choices.basis is None:
+        if not choices.basis:
             for (letter, comparison), other in zip(by_letter.items(), others, strict=True):
                 arguments = ctx.meta["arguments"] if len(others) == 1 else (a, other)
                 _print_advice(comparison, letter, arguments)
@@ -183,7 +183,7 @@ def _meets_requirement(by_letter: Mapping[str, Comparison], choices: _Choices) -
         for letter, comparison in by_letter.items()
         if VERDICTS.index(comparison.verdict) > required
     ]
-    if require is not None and weaker:
+    if require and weaker:
         options.note(f"--require {require} is not met: {', '.join(weaker)}")
     contrary = [text for comparison in by_letter.values() for text in comparison.contrary_settings]
     if contrary:
@@ -299,7 +299,7 @@ def _write_files(
     path = Path(choices.plot) if choices.plot else None
     if choices.plot == "":
         path = run_report("compare", curves)
-    if path is not None:
+    if path:
         from slurmllm.analysis.compare.plot import draw
 
         try:
@@ -311,7 +311,7 @@ def _write_files(
             comparisons = [
                 c.model_copy(update={"warnings": (*c.warnings, str(error))}) for c in comparisons
             ]
-    if choices.html is not None:
+    if choices.html:
         from slurmllm.analysis.report.comparison_page import write_comparison
         from slurmllm.analysis.report.tables import Table
 
@@ -331,13 +331,13 @@ def _print(comparison: Comparison, letter: str, *, alone: bool) -> None:
     print_line()
     rows = _metric_rows(comparison)
     print_table(tuple(rows[0]), [tuple(row.values()) for row in rows])
-    if comparison.data is not None:
+    if comparison.data:
         print_line(f"data: {'; '.join(comparison.data.differences) or 'the same in both runs'}")
     speed = comparison.statistics.get("seq_per_s") or comparison.statistics.get("tokens_per_s")
-    if speed is not None and speed.ratio is not None:
+    if speed and speed.ratio is not None:
         print_line(f"throughput: {letter} at {speed.ratio:.3g} times that of A (median)")
     basis = comparison.basis
-    if basis.precisions is not None:
+    if basis.precisions:
         limits = (
             f"{name} {format_figure(metric.tolerance)} for a lasting difference, "
             f"{format_figure(metric.scatter.allowed)} at single points"
@@ -419,7 +419,7 @@ def _metric_rows(comparison: Comparison) -> list[dict[str, str]]:
     validation = [name for name in comparison.statistics if name.startswith("val_loss")]
     for name in dict.fromkeys((*comparison.metrics, "param_norm", "lr", *validation)):
         figures, metric = comparison.statistics.get(name), comparison.metrics.get(name)
-        if figures is None:
+        if not figures:
             continue
         tolerance, onset, identical = "-", None, figures.max_rel_diff == 0
         if metric:

@@ -137,7 +137,7 @@ def _print(run: SpikeAnalysis) -> None:
         print_line(Text.assemble(f"{NAMES[analysis.metric]}: ", state, ": ", analysis.verdict))
         for warning in analysis.warnings:
             print_line(f"warning: {warning}")
-    if run.plot is not None:
+    if run.plot:
         print_line(f"picture: {run.plot}")
     print_line()
 

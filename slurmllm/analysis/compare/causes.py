@@ -49,7 +49,7 @@ def explain(
         basis: By which the verdict was measured.
     """
     a, b = alignment.curves
-    if alignment.axis == "step" and (same_point := counted_apart(a, b)) is not None:
+    if alignment.axis == "step" and (same_point := counted_apart(a, b)):
         evidence = clue_table()["counted_apart"].text.format(
             letter=alignment.letter, step_a=same_point[0], step_b=same_point[1]
         )
@@ -169,7 +169,7 @@ def _before_not_finite(observation: Observation, step: int) -> Cause:
     kind: Kind = "gradient"
     evidence = "a gradient that is not finite makes the weights so"
     norm = observation.points.get("grad_norm")
-    if norm is not None:
+    if norm:
         later = norm.steps >= step
         if np.count_nonzero(later) > 1 and np.isfinite([norm.a[later], norm.b[later]]).all():
             kind = "logging"

@@ -167,7 +167,7 @@ class Observation:
         It is never above a limit, and the same as the other wherever that is below.
         """
         norm = self.points.get("grad_norm")
-        if norm is None or "loss" in self.starts or not self.finite:
+        if not norm or "loss" in self.starts or not self.finite:
             return None
         sides = ("A", norm.a), (letter, norm.b)
         for (side, values), (other, whole) in (sides, sides[::-1]):
@@ -258,17 +258,18 @@ class Observation:
 
     def below(self, limits: Mapping[str, float], which: slice) -> bool:
         """Return whether loss and gradient norm differ by no more, in the median of some points."""
-        sizes = {name: self.size(name)[which] for name in limits}
-        return all(
-            median(size) <= limits[name] for name, size in sizes.items() if len(size)
-        ) and bool(len(sizes["loss"]))
+        for name, limit in limits.items():
+            size = self.size(name)[which]
+            if len(size) and not median(size) <= limit:
+                return False
+        return len(self.after("loss")) > 0
 
     def clues(self) -> list[str]:
         if self.first is None:
             return []
         loss, norm, weights = (self.starts.get(name, 2**62) for name in _TRAINED)
         clues = []
-        without_lr = ["update_without_lr"] if self.lr is None else []
+        without_lr = [] if self.lr else ["update_without_lr"]
         if self.factor("loss"):
             clues.append("loss_factor")
         elif self.factor("grad_norm") and not self.after("loss").any():
@@ -291,10 +292,10 @@ class Observation:
             clues.append("together" if decided else "together_or_update")
         if len(self.points) == 1:
             clues.append("loss_only")
-        early, late = slice(EARLY_POINTS), slice(-(len(self.after("loss")) // 4 or 1), None)
-        sizes = {name: self.size(name) for name in TINY}
-        tiny = self.finite and len(sizes["loss"]) >= _MIN_POINTS
-        tiny &= all((size <= _TINY_AT_MOST[name]).all() for name, size in sizes.items())
+        num_points = len(self.after("loss"))
+        early, late = slice(EARLY_POINTS), slice(-(num_points // 4 or 1), None)
+        tiny = self.finite and num_points >= _MIN_POINTS
+        tiny &= all((self.size(name) <= limit).all() for name, limit in _TINY_AT_MOST.items())
         if tiny and self.below(TINY, early) and self.below(TINY, late):
             return [*clues, "tiny"]
         if {"undated", "together", "together_or_update"} & set(clues):
@@ -402,7 +403,7 @@ class Observation:
         weights, norm = self.after("param_norm"), self.after("grad_norm")
         if self.before is None and len(weights):
             limit = _MIN_WEIGHTS
-            if self.lr is not None:
+            if self.lr:
                 limit = max(limit, _UPDATE * float(self.lr.a[0]))
             if self.gap == 1 and abs(weights[0]) > limit:
                 return ["other_weights"]

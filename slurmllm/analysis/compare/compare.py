@@ -383,7 +383,7 @@ def _compare_metric(
     if not unequal.any():
         # At a chance of 1 in 200 a larger bias leaves all printed digits as they are.
         power = max(power, 10.6 * (described.max_rel_diff or 0.0) / len(steps))
-    of_lasting = _lasting_fields(detected, steps[finite]) if rule is not None else {}
+    of_lasting = _lasting_fields(detected, steps[finite]) if rule else {}
     return MetricComparison.model_validate(
         {
             **described.model_dump(include={"max_rel_diff", "max_rel_diff_step", "mean_rel_diff"}),
@@ -405,7 +405,7 @@ def _compare_metric(
             "noise": detected.noise,
             "bias": detected.mean,
             "scattered": rule in (None, detected.rule)
-            and (detected.scattered or (limits.unstable and rule is None)),
+            and (detected.scattered or (limits.unstable and not rule)),
             "scatter": result.Scattering(
                 size=detected.noise,
                 correlation=correlation,

@@ -121,8 +121,8 @@ def draw(
         left=0.09, right=0.985, bottom=0.55 / height, top=1 - above / height, hspace=0.13
     )
     span = (  # first and last position compared
-        min(float(each.alignment.positions[0]) for each in drawn),
-        max(float(each.alignment.positions[-1]) for each in drawn),
+        min(each.alignment.positions[0] for each in drawn),
+        max(each.alignment.positions[-1] for each in drawn),
     )
     for axes, metric in zip(panels, metrics, strict=False):
         _draw_curves(axes, a, drawn, metric, span, band)
@@ -175,7 +175,7 @@ def _draw_curves(
             axes.plot(*points, color=color, linewidth=0.8, ls="--", marker="D", markersize=4)
             late.append(points[1])
         _mark_restarts(axes, curve, label, color, axis, span)
-    if band is not None:
+    if band:
         _draw_band(axes, drawn[0], metric, band)
     if metric == "loss":
         if any(curve.validation for _, curve, *_ in lines):
@@ -186,7 +186,7 @@ def _draw_curves(
     if is_long and finite.size:
         # The first steps of a long run would flatten the rest: they are cut off at the top.
         margin = 0.06 * float(np.ptp(finite)) or 1.0
-        axes.set_ylim(float(finite.min()) - margin, float(finite.max()) + margin)
+        axes.set_ylim(finite.min() - margin, finite.max() + margin)
     axes.set_ylabel(LABELS[metric])
     for each in drawn:
         color = _METRIC_COLORS[metric] if len(drawn) == 1 else each.color
@@ -228,7 +228,7 @@ def _mark_departure(
         return
     steps, step = each.alignment.steps, result.onset_step
     row = min(int(steps.searchsorted(step)), len(steps) - 1)
-    position = float(each.alignment.positions[row])
+    position = each.alignment.positions[row]
     axes.axvline(position, color=color, linewidth=1.0, zorder=1)
     # On the side of the line with more room.
     side = "left" if position <= (span[0] + span[1]) / 2 else "right"

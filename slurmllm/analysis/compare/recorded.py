@@ -241,8 +241,8 @@ def _compare_settings(a: Curve, b: Curve, first: int) -> Iterator[SettingDiffere
         groups.setdefault((kind, weak), []).append(sentence)
     sizes = [{len(nodes) for nodes in curve.nodes.values()} for curve in (a, b)]
     if all(sizes) and sizes[0] != sizes[1]:
-        of_a, of_b = ("/".join(map(str, sorted(size))) for size in sizes)
-        groups.setdefault(("mesh", True), []).append(f"{of_a} and {of_b} nodes")
+        numbers = " and ".join("/".join(map(str, sorted(size))) for size in sizes)
+        groups.setdefault(("mesh", True), []).append(f"{numbers} nodes")
     for (kind, weak), differences in groups.items():
         more = f" and {len(differences) - 4} more" if len(differences) > 4 else ""
         sentence = f"{setting_table()[kind].text} ({', '.join(differences[:4])}{more})"

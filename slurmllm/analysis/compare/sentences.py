@@ -201,7 +201,7 @@ def warnings_of(alignment: Alignment, points: Mapping[str, Points], exact: bool)
         yield f"A and {alignment.letter} are the same: {a.path}"
     num_steps = len(alignment.steps)
     for name in ("loss", "grad_norm"):
-        lacking = num_steps - (len(points[name]) if name in points else 0)
+        lacking = num_steps - len(points.get(name, ()))
         if lacking:
             yield f"{name} is missing at {lacking} of {num_steps} common steps"
 

@@ -221,14 +221,13 @@ def _spikes(
 
 def _grad_norm_ratio(grads: Floats | None, first: int, last: int, window: int) -> float | None:
     """Return the largest gradient norm of a spike over the median of those before; or None."""
-    before = [] if grads is None else grads[first - window : first].tolist()
-    finite = [norm for norm in before if math.isfinite(norm)]
-    usual = statistics.median(finite) if finite else 0.0
-    if grads is None or not usual > 0:
+    if grads is None:
         return None
+    before = [norm for norm in grads[first - window : first].tolist() if math.isfinite(norm)]
+    usual = statistics.median(before) if before else 0.0
     # The step before a spike too: its gradient makes the spike's first loss.
-    ratio = float(np.fmax.reduce(grads[first - 1 : last + 1])) / usual
-    return ratio if math.isfinite(ratio) else None
+    largest = float(np.fmax.reduce(grads[first - 1 : last + 1]))
+    return largest / usual if usual > 0 and math.isfinite(largest / usual) else None
 
 
 def select_steps(curve: Curve, first: int | None, last: int | None) -> Curve:

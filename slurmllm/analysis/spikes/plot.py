@@ -100,8 +100,7 @@ def _draw_metric(axes: Axes, curve: Curve, analysis: SpikeAnalysis, *, legend: b
         axes.axvspan(bad.step - 0.5, bad.last_step + 0.5, color="#f2a65a", alpha=0.6, label=label)
     if finite.size:
         # The values of the first steps would flatten the rest: they are cut off at the top.
-        low = float(finite.min())
-        high = float(peaks.max(initial=float(np.percentile(finite, 95))))
+        low, high = finite.min(), peaks.max(initial=np.percentile(finite, 95))
         margin = 0.06 * (high - low) or 1.0
         # Room for the legend above the spikes
         axes.set_ylim(low - margin, high + margin * (4 if legend else 1))
