@@ -379,7 +379,7 @@ def _describe_side(label: str, side: Side, overlap: Overlap) -> str:
     line = f"{label}  {side.name}: steps {side.first_step}–{side.last_step}"
     if side.restarts:
         more = " …" if len(side.restarts) > 5 else ""
-        line += f", restarted at {', '.join(str(step) for step in side.restarts[:5])}{more}"
+        line += f", restarted at {', '.join(map(str, side.restarts[:5]))}{more}"
     if overlap.rows:
         line += f", {format_plural(overlap.rows, 'step')} recomputed after a restart"
         line += ", with the same values" if overlap.identical else ""

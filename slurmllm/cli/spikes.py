@@ -173,5 +173,5 @@ def _figures(run: SpikeAnalysis, first: bool) -> Iterator[tuple[str, str]]:
             figure += f"; over the last half {norm.slope:+.3g} per 1,000 steps{trend}"
         yield "parameter norm", figure
     if run.restarts and first:
-        steps = ", ".join(str(step) for step in run.restarts[:5])
+        steps = ", ".join(map(str, run.restarts[:5]))
         yield "restarts at", steps + (" …" if len(run.restarts) > 5 else "")

@@ -31,6 +31,7 @@ from slurmllm.analysis.compare.columns import EARLY_POINTS, SMALL
 from slurmllm.analysis.compare.divergence import (
     IDENTICAL,
     DivergenceResult,
+    Stretch,
     detect_divergence,
     roughness,
     shared_noise,
@@ -344,8 +345,7 @@ def _departure_rule(
     return detected.rule, onset
 
 
-def _lasting_fields(detected: DivergenceResult, steps: Ints) -> Json:
-    lasting = detected.lasting
+def _lasting_fields(lasting: Stretch | None, steps: Ints) -> Json:
     if not lasting:
         return {}
     return {
@@ -383,7 +383,7 @@ def _compare_metric(
     if not unequal.any():
         # At a chance of 1 in 200 a larger bias leaves all printed digits as they are.
         power = max(power, 10.6 * (described.max_rel_diff or 0.0) / len(steps))
-    of_lasting = _lasting_fields(detected, steps[finite]) if rule else {}
+    of_lasting = _lasting_fields(detected.lasting if rule else None, steps[finite])
     return MetricComparison.model_validate(
         {
             **described.model_dump(include={"max_rel_diff", "max_rel_diff_step", "mean_rel_diff"}),

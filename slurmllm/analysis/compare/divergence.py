@@ -216,8 +216,9 @@ def _after_identical(r: Floats, tolerance: float, identical: int) -> Iterator[_H
     """Yield what follows a bit-identical beginning, if it reaches the tolerance in mean."""
     width = max(1, min(WINDOWS[0], len(r) - identical))
     means = np.convolve(abs(r), np.full(width, 1 / width), "valid")
-    if (means > tolerance).any():
-        hit = argmax(means > tolerance)
+    beyond = means > tolerance
+    if beyond.any():
+        hit = argmax(beyond)
         last = _end_of_run(means > tolerance / 2, hit) + width - 1
         yield _Hit("lasting", max(identical, hit), hit + width, last - 1)
 

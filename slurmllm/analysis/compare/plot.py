@@ -141,9 +141,8 @@ def _draw_line(axes: Axes, positions: Floats, values: Floats, **style: Any) -> N
     if len(values) <= _MAX_POINTS:
         axes.plot(positions, values, **style)
         return
-    pale = {"color": style["color"], "alpha": 0.35, "linewidth": 0.7}
     rows = thin_rows(values, _MAX_POINTS, keep_short_gaps=False)
-    axes.plot(positions[rows], values[rows], **pale)
+    axes.plot(positions[rows], values[rows], color=style["color"], alpha=0.35, linewidth=0.7)
     axes.plot(piece_means(positions, _MEANS), piece_means(values, _MEANS), **style)
 
 

@@ -49,7 +49,7 @@ def setting_table() -> Mapping[Kind, SettingGroup]:
     return {kind: SettingGroup(**row) for kind, row in rows.items()}
 
 
-@dataclass(frozen=True, order=True)
+@dataclass(frozen=True)
 class SettingDifference:
     """A recorded setting of two runs that differs."""
 

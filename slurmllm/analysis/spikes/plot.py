@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from textwrap import fill
 
@@ -118,7 +119,7 @@ def _thinned(steps: Ints, values: Floats) -> tuple[Ints, Floats]:
 
 def binned(durations: Sequence[Mapping[int, int]]) -> list[tuple[str, list[int]]]:
     """Count spikes by ranges of durations, up to the last with any: `4–5` → [3, 0] of two runs."""
-    longest = max((max(numbers, default=0) for numbers in durations), default=0)
+    longest = max(chain([0], *durations))
     bins, first = [], 1
     for limit in (*_LIMITS, longest):
         if first > longest:
