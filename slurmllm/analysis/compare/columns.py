@@ -196,8 +196,8 @@ class Observation:
         changes = [np.diff(values[:_CORRELATED]) for values in self.values("loss")]
         if len(changes[0]) < _MIN_POINTS - 1 or not np.isfinite(changes).all():
             return None
-        ranks = [np.argsort(np.argsort(values)).astype(float) for values in changes]
-        return float(np.corrcoef(ranks[0], ranks[1])[0, 1])
+        ranks = [np.argsort(np.argsort(values)) for values in changes]
+        return float(np.corrcoef(ranks)[0, 1])
 
     def transient(self) -> Cause | None:
         """Return the cause of differences after which both curves are the same again.
@@ -335,8 +335,8 @@ class Observation:
         at_once = size[0] > _AT_ONCE * median(size)
         loss, first = self.points["loss"], self.first or 0
         row = self.rows["loss"]
-        value = float(abs(loss.a[row]))
-        digits = max(float(loss.units[row]) / value if value else 0.0, _LAST_DIGITS)
+        value = abs(loss.a[row])
+        digits = max(loss.units[row] / value if value else 0.0, _LAST_DIGITS)
         visible = (_SHOWN if at_once else _SHOWN_GROWING) * digits
         if first <= 1 or size[0] > min(visible, _OTHER_NORM):
             return "gradient_first"

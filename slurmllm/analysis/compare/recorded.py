@@ -83,12 +83,15 @@ def find_differences(a: Curve, b: Curve, alignment: Alignment) -> list[SettingDi
 
 def compare_skips(a: Curve, b: Curve, letter: str) -> SettingDifference | None:
     """Find batches that one of the runs skipped and the other did not."""
-    windows = [tuple((skip.first, skip.last) for skip in curve.skips) for curve in (a, b)]
-    if windows[0] == windows[1]:
+    windows = {
+        label: tuple((skip.first, skip.last) for skip in curve.skips)
+        for label, curve in (("A", a), (letter, b))
+    }
+    if windows["A"] == windows[letter]:
         return None
     texts = [
         f"{label} skipped batches {describe_ranges(ranges)}"
-        for label, ranges in zip(("A", letter), windows, strict=True)
+        for label, ranges in windows.items()
         if ranges
     ]
     first = min(1 + (skip.roll_back_to or 0) for skip in (*a.skips, *b.skips))
@@ -211,9 +214,9 @@ def _other_increments(tokens: Points) -> Flags:
     """
     if len(tokens) < 2:
         return ~tokens.same
-    grown = [np.diff(values) for values in (tokens.a, tokens.b)]
-    different = abs(grown[0] - grown[1]) > 2 * tokens.units[1:]
-    different &= (grown[0] > 0) & (grown[1] > 0)
+    growth_a, growth_b = np.diff(tokens.a), np.diff(tokens.b)
+    different = abs(growth_a - growth_b) > 2 * tokens.units[1:]
+    different &= (growth_a > 0) & (growth_b > 0)
     return np.append(different[0] & ~tokens.same[0], different)
 
 

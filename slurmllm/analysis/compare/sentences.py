@@ -41,20 +41,15 @@ def reason(
     steps: Ints,
     digits: int,
 ) -> str:
-    everywhere = "the one step compared"
-    if len(steps) > 1:
-        everywhere = f"all {len(steps)} steps compared"
-    same = f"the same in the {digits} digits logged"
-    if digits >= ALL_DIGITS:
-        same = "bit-identical"
+    everywhere = f"all {len(steps)} steps compared" if len(steps) > 1 else "the one step compared"
+    same = "bit-identical" if digits >= ALL_DIGITS else f"the same in the {digits} digits logged"
+    names = " and ".join(metrics)
     if verdict == "identical":
         verb = "is" if len(metrics) == 1 else "are"
-        return f"{' and '.join(metrics)} {verb} {same} at {everywhere}"
+        return f"{names} {verb} {same} at {everywhere}"
     if verdict != "differ":
         if basis.kind == "exact":
-            return (
-                f"{' and '.join(metrics)} are the same at {everywhere}, as far as both logs show it"
-            )
+            return f"{names} are the same at {everywhere}, as far as both logs show it"
         if not band:
             texts = [" and ".join(_describe_match(*item) for item in metrics.items())]
             if basis.precisions:
@@ -65,7 +60,8 @@ def reason(
                 for name, metric in band.metrics.items()
             ]
             texts = [f"within the band of {len(band.seeds)} seeds: {' and '.join(spreads)}"]
-        texts[0] += f" at {everywhere}" if verdict == "match" else ""
+        if verdict == "match":
+            texts[0] += f" at {everywhere}"
         power = [f"{format_figure(metric.power)} in {name}" for name, metric in metrics.items()]
         texts.append(f"a lasting bias of {' or '.join(power)} would have been found")
     else:
@@ -118,12 +114,8 @@ def _describe_divergence(
             f"{of_band.first_outside_step}: {values} are up to {of_band.excess:.3g} times as far "
             "off as the seeds' spread allows"
         )
-    steps = (metric.first_non_finite_step_a, metric.first_non_finite_step_b)
-    sides = [
-        f"in {side} at step {step}"
-        for side, step in zip(("A", letter), steps, strict=True)
-        if step is not None
-    ]
+    steps = {"A": metric.first_non_finite_step_a, letter: metric.first_non_finite_step_b}
+    sides = [f"in {side} at step {step}" for side, step in steps.items() if step is not None]
     not_finite = f"is not a finite number {' and '.join(sides)}"
     if metric.onset_rel_diff is None:
         return f"{name} {not_finite}"
@@ -214,16 +206,16 @@ def _axis_warnings(alignment: Alignment) -> Iterator[str]:
             f"few points are common: the denser curve is interpolated at the {num_steps} points of "
             "the other, and its values between points are estimates"
         )
-    each = [tokens_per_step(curve) for curve in (a, b)]
-    if alignment.axis == "step" and None not in each and each[0] != each[1]:
+    of_a, of_b = tokens_per_step(a), tokens_per_step(b)
+    if alignment.axis == "step" and None not in (of_a, of_b) and of_a != of_b:
         yield (
-            f"a step of A is {each[0]:,.0f} tokens and one of {alignment.letter} {each[1]:,.0f}; "
+            f"a step of A is {of_a:,.0f} tokens and one of {alignment.letter} {of_b:,.0f}; "
             "`slurmllm compare --by tokens` compares them at the same numbers of tokens"
         )
-    counts = [curve.convention.counts if curve.convention else "steps" for curve in (a, b)]
-    if alignment.axis == "step" and counts[0] != counts[1]:
+    unit, other_unit = (c.convention.counts if c.convention else "steps" for c in (a, b))
+    if alignment.axis == "step" and unit != other_unit:
         yield (
-            f"A counts {counts[0]}, {alignment.letter} counts {counts[1]}: compare them by what "
+            f"A counts {unit}, {alignment.letter} counts {other_unit}: compare them by what "
             "both log (--by samples, --by tokens), or shift one by --shift A=…"
         )
 

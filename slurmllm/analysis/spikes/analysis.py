@@ -164,7 +164,15 @@ class SpikeAnalysis(SpikeDefinition, LoggedSteps, SpikeCounts):
     def highest_spikes(self) -> tuple[Texts, list[Texts]]:
         """Return headings and rows of a table of the highest spikes, highest first."""
         ratio = "grad norm" if self.metric == "loss" else "ratio"
-        headings = ("step", "steps", "above mean", NAMES[self.metric], "back after", ratio)
+        headings = (
+            "step",
+            "steps",
+            "above mean",
+            NAMES[self.metric],
+            "back after",
+            ratio,
+            "coincides",
+        )
         rows: list[Texts] = []
         for spike in sorted(self.spikes, key=lambda spike: (-spike.height, spike.step))[:SHOWN]:
             coincident = [] if spike.restart is None else [f"restart at {spike.restart}"]
@@ -181,7 +189,7 @@ class SpikeAnalysis(SpikeDefinition, LoggedSteps, SpikeCounts):
                     ", ".join(coincident) or "-",
                 )
             )
-        return (*headings, "coincides"), rows
+        return headings, rows
 
 
 def growth_of(metric: Metric, steps: Ints, values: Floats, window: int, threshold: float) -> Growth:
