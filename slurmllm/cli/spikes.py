@@ -147,10 +147,10 @@ def _figures(run: SpikeAnalysis, first: bool) -> Iterator[tuple[str, str]]:
 
     yield "steps judged", f"{run.judged:,} of {run.steps:,}"
     yield "spikes", f"{run.count:,}"
-    if run.per_1000_steps is not None and run.inside_share is not None:
+    if run.judged:
         yield "per 1,000 steps", f"{run.per_1000_steps:.3g}"
         yield "inside spikes", f"{run.inside_share:.3%} of the steps"
-    if run.one_step_share is not None:
+    if run.count:
         published = f" ({run.reference})" if run.reference else ""
         yield "last one step", f"{run.one_step_share:.1%}{published}"
         durations = ", ".join(f"{name}: {count[0]:,}" for name, count in binned([run.durations]))

@@ -111,8 +111,6 @@ def match_steps(
 
 
 def shift_steps(curve: Curve, by: int) -> Curve:
-    if not by:
-        return curve
     gaps = tuple((first + by, last + by) for first, last in curve.gaps)
     return replace(curve, steps=curve.steps + by, gaps=gaps)
 
@@ -246,7 +244,7 @@ def _average_loss(fine: Curve, coarse: Curve, ratio: int) -> Curve | None:
     logged = np.isin(steps, fine_steps)
     # The first mean may lack steps before the finer log begins, unless the training began there.
     first = argmax(logged)
-    logged[first] &= bool(ends[first] - begins[first] == ratio or fine_steps[0] <= 1)
+    logged[first] &= ends[first] - begins[first] == ratio or fine_steps[0] <= 1
     if np.count_nonzero(logged) < 2:
         return None
     steps, values, begins, ends = (x[logged] for x in (steps, values, begins, ends))

@@ -180,7 +180,7 @@ def _draw_curves(
         if any(curve.validation for _, curve, *_ in lines):
             axes.plot([], [], color="0.4", linestyle="--", marker="D", label="validation")
         axes.legend(loc="upper right")
-    finite = np.concatenate([*late, np.empty(0)])
+    finite = np.concatenate(late)
     finite = np.clip(finite[np.isfinite(finite)], -_MAX_VALUE, _MAX_VALUE)
     if is_long and finite.size:
         # The first steps of a long run would flatten the rest: they are cut off at the top.
@@ -198,11 +198,12 @@ def _draw_band(axes: Axes, drawn: Drawn, metric: str, band: SeedBand) -> None:
         return
     within = band.check(metric, points, drawn.label)
     positions = points.positions[np.isin(points.steps, within.steps)]
-    every = max(1, len(positions) // _MAX_POINTS)
     low, high = within.mean - within.half_width, within.mean + within.half_width
     label = f"band of {len(band.names)} seeds, for single points"
-    style: dict[str, Any] = {"color": "#9a9a9a", "alpha": 0.35, "linewidth": 0, "label": label}
-    axes.fill_between(positions[::every], low[::every], high[::every], **style)
+    rows = slice(None, None, max(1, len(positions) // _MAX_POINTS))
+    axes.fill_between(
+        positions[rows], low[rows], high[rows], color="#9a9a9a", alpha=0.35, lw=0, label=label
+    )
 
 
 def _mark_restarts(
@@ -266,5 +267,11 @@ def _draw_difference(axes: Axes, drawn: Sequence[Drawn], metrics: Sequence[str])
         axes.set_ylim(min(smallest) / 3, max(top, min(smallest) * 100))
     if axes.get_legend_handles_labels()[0]:
         # Above the panel: inside there is no place that is free of curves.
-        anchor = {"bbox_to_anchor": (1.0, 1.0), "borderaxespad": 0.2}
-        axes.legend(loc="lower right", fontsize=8, ncols=4, frameon=False, **anchor)
+        axes.legend(
+            loc="lower right",
+            bbox_to_anchor=(1.0, 1.0),
+            borderaxespad=0.2,
+            fontsize=8,
+            ncols=4,
+            frameon=False,
+        )

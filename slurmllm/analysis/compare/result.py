@@ -285,8 +285,7 @@ class Comparison(Conclusion, ComparedSteps):
     def to_dict(self) -> Json:
         """Return it for JSON; a number that is not finite is None."""
         # Not pydantic's JSON, which refuses names that are no UTF-8
-        document: Json = to_jsonable_python(self.model_dump(), inf_nan_mode="null")
-        return document
+        return dict(to_jsonable_python(self.model_dump(), inf_nan_mode="null"))
 
     def to_pandas(self) -> pandas.DataFrame:
         """Return a row for each metric that decides the verdict."""

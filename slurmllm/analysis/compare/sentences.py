@@ -71,10 +71,13 @@ def reason(
             if metric.departs
         ]
     texts += _describe_beginning(metrics, steps, same)
-    # The metrics' texts have what is not finite.
-    causes = [cause for cause in causes if cause.kind != "not_finite"]
     for confidence, title in (("certain", "cause (certain)"), ("likely", "likely cause")):
-        evidence = [cause.evidence for cause in causes if cause.confidence == confidence]
+        evidence = [
+            cause.evidence
+            for cause in causes
+            # The metrics' texts have what is not finite.
+            if cause.confidence == confidence and cause.kind != "not_finite"
+        ]
         if evidence:
             texts.append(f"{title}: {' and '.join(evidence)}")
     return "; ".join(texts)
@@ -154,8 +157,7 @@ def _describe_beginning(metrics: Metrics, steps: Ints, equal: str) -> list[str]:
 
 def warnings_of(alignment: Alignment, points: Mapping[str, Points], exact: bool) -> Iterator[str]:
     a, b = alignment.curves
-    letters = ("A", alignment.letter)
-    for label, curve, only in zip(letters, (a, b), alignment.only, strict=True):
+    for label, curve, only in zip(("A", alignment.letter), (a, b), alignment.only, strict=True):
         who = f"{label} ({curve.name})"
         for warning in curve.warnings:
             yield f"{who}: {warning}"
