@@ -176,9 +176,9 @@ def _lasting(r: Floats, tolerance: float, spread: Scatter) -> Iterator[_Hit]:
         beyond = abs(middles) > tolerance + quantile * np.maximum(2 * white, slow)
         if beyond.any():
             hit = argmax(beyond)
-            first, end = int(begins[hit]), int(begins[hit] + width)
+            first, end = begins[hit], begins[hit] + width
             ends = np.append(begins[hit:][abs(middles[hit:]) <= tolerance / 2], len(r))
-            hits.append(_Hit("lasting", first, end, max(end, int(ends[0])) - 1))
+            hits.append(_Hit("lasting", first, end, max(end, ends[0]) - 1))
     if hits:
         yield min(hits, key=lambda hit: hit.end)
 
@@ -196,16 +196,16 @@ def _biased_segment(r: Floats, tolerance: float) -> Iterator[_Hit]:
             segment = r[first:end]
             side = segment * np.sign(np.median(segment))
             beyond = side > tolerance
-            share = float(beyond.mean())
+            share = beyond.mean()
             if share <= 0.5:
                 continue
             alike = 0.0
             if share < 1:
-                together = float((beyond[1:] & beyond[:-1]).mean())
+                together = (beyond[1:] & beyond[:-1]).mean()
                 alike = max(0.0, (together - share**2) / (share - share**2))
             from scipy.stats import wilcoxon  # takes a second to import: if a test is due
 
-            chance = float(wilcoxon(side - tolerance, alternative="greater").pvalue)
+            chance = wilcoxon(side - tolerance, alternative="greater").pvalue
             quantile = NormalDist().inv_cdf(1 - min(max(chance, 1e-9), 1 - 1e-9))
             if quantile * np.sqrt((1 - alike) / (1 + alike)) > needed:
                 yield _Hit("lasting", first, end, end - 1)
