@@ -247,7 +247,7 @@ def _average_loss(fine: Curve, coarse: Curve, ratio: int) -> Curve | None:
     logged[first] &= ends[first] - begins[first] == ratio or fine_steps[0] <= 1
     if np.count_nonzero(logged) < 2:
         return None
-    steps, values, begins, ends = (x[logged] for x in (steps, values, begins, ends))
+    steps, values, begins, ends = steps[logged], values[logged], begins[logged], ends[logged]
     total = np.append(0.0, losses.cumsum())  # NaN from the first NaN on: compared as not finite
     mean = (total[ends] - total[begins]) / (ends - begins)
     apart = abs(np.stack((mean, losses[ends - 1])) - values)

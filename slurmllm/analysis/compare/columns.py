@@ -197,7 +197,7 @@ class Observation:
         if len(changes[0]) < _MIN_POINTS - 1 or not np.isfinite(changes).all():
             return None
         ranks = [np.argsort(np.argsort(values)) for values in changes]
-        return float(np.corrcoef(ranks)[0, 1])
+        return float(np.corrcoef(ranks[0], ranks[1])[0, 1])
 
     def transient(self) -> Cause | None:
         """Return the cause of differences after which both curves are the same again.

@@ -113,7 +113,7 @@ def _find_spikes(curve: Curve, definition: SpikeDefinition) -> SpikeAnalysis:
         means[window:] = window_means(values, window)[:-1]
     heights = np.where(np.isfinite(values), spike_height(values, means), np.nan)
     spikes = _spikes(curve, means, heights, definition)
-    judged = np.count_nonzero(np.isfinite(heights))
+    judged = int(np.count_nonzero(np.isfinite(heights)))
     analysis = _analysis(curve, spikes, judged, definition)
     state, verdict = _name_state(analysis)
     warnings = (*curve.warnings, *_warnings(analysis))
