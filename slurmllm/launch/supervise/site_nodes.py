@@ -32,7 +32,6 @@ from slurmllm.core.run.records import (
 from slurmllm.core.run.rundir import RunDir, node_records, read_all, storage_errors
 from slurmllm.core.run.safe_files import read_limited, user_name
 from slurmllm.core.slurm.client import PartitionNode, SlurmClient
-from slurmllm.core.slurm.setup import VERSION
 
 # Of a partition's nodes, but one of two: more suspicions at a time are rather of what the nodes
 # share (switch, file system, profile), and false records must not empty a partition.
@@ -133,9 +132,9 @@ def site_exclusions(client: SlurmClient, config: RunConfig, root: Path, run: Run
     """
     if not (records := read_records(root)):
         return []
-    # Of `submit` in another job, the variable is that job's.
-    own_job = os.environ.get("SLURM_JOB_PARTITION") if VERSION in os.environ else None
-    partition = config.recipe.slurm.partition or own_job or config.cluster.partition
+    slurm = config.recipe.slurm
+    partition = slurm.directives.train.get("partition") or slurm.partition
+    partition = partition or config.cluster.partition
     included = (ExcludedNodes.find(run.excluded) or ExcludedNodes()).included
     try:
         effective = in_effect(

@@ -319,6 +319,8 @@ def test_the_partition_is_that_of_the_new_job(
     add(root)
     monkeypatch.setenv("SLURM_JOB_PARTITION", "interactive")  # in which `submit` is called
     assert submit()["excluded"] == ["n3"]
+    slurm.unequal = {f"n{n}": {"partition": "gpu", "default": False} for n in range(1, 9)}
+    assert submit("--", "-p", "gpu")["excluded"] == ["n3"]
 
 
 @pytest.mark.parametrize("arguments", [("--exclude", "", "--reason", "x"), ("--clear", "")])
