@@ -116,10 +116,10 @@ def _check_choice(name: str, value: str | None, choices: Iterable[str]) -> None:
         raise errors.UserError(f"{name} {value!r}: give {' or '.join(choices)}")
 
 
-def _check_least(least: int, **values: int | None) -> None:
+def _check_minimum(minimum: int, **values: int | None) -> None:
     for name, value in values.items():
-        if value is not None and value < least:
-            raise errors.UserError(f"{name} {value}: give {least} or more")
+        if value is not None and value < minimum:
+            raise errors.UserError(f"{name} {value}: give {minimum} or more")
 
 
 def _config_of(recipe: RunConfig | str, local: bool = False) -> RunConfig:
@@ -288,7 +288,7 @@ def export_checkpoint(
     from slurmllm.train.checkpoint.formats.safetensors_files import WEIGHT_TYPES
 
     _check_choice("dtype", dtype, WEIGHT_TYPES)
-    _check_least(1, shard_bytes=shard_bytes)
+    _check_minimum(1, shard_bytes=shard_bytes)
     file = None if tokenizer is None else Path(tokenizer)
     return export_model(str(checkpoint), runs_root(runs_dir), Path(out), dtype, file, shard_bytes)
 
@@ -350,7 +350,7 @@ def read_logs(
     _check_choice("stage", stage, STAGES)
     if rank is not None and all_ranks:
         raise errors.UserError("rank and all_ranks: each selects workers; give one of them")
-    _check_least(1, lines=lines)
+    _check_minimum(1, lines=lines)
     run_dir = find_run(run, runs_root(runs_dir))
     selection = select_logs(run_dir, stage, attempt, rank, None, lines, all_ranks)
     state = partial(state_text, run_dir, SlurmClient())

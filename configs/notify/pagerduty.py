@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""Open a PagerDuty incident when a run stops or diverges; resolve it when it starts or ends well.
+"""Open a PagerDuty incident when a run stops or diverges; resolve it when it starts or is done.
 
 slurm.notify.command=[/path/of/pagerduty.py, /home/me/.pagerduty_key]
 
-The file has the integration key of a service ("Events API v2"). Without dependencies.
+The key file has the integration key of a service ("Events API v2"). No dependencies.
 """
 
 import json
@@ -16,7 +16,7 @@ URL = "https://events.pagerduty.com/v2/enqueue"  # https://service.eu.pagerduty.
 
 
 def event_of(message: dict, key: str) -> dict | None:
-    """Return the event for a notification; None for a restart, say, which needs nobody."""
+    """Return the event for a notification; None if nobody must act, as after a restart."""
     broken = message["event"] in ("failure", "divergence")
     if not broken and message["event"] not in ("start", "end"):
         return None

@@ -35,7 +35,7 @@ def cancel(runs: Texts, runs_dir: Path) -> None:
     targets = [find_run_or_sweep(run, runs_dir) for run in dict.fromkeys(runs)]
     for target in targets:
         try:
-            _print_cancelled(target, cancel_jobs(target, client, _print_asked))
+            _print_cancelled(target, cancel_jobs(target, client, _print_process))
         except SlurmllmError as error:
             errors.append(error)
     for earlier in errors[:-1]:
@@ -44,10 +44,10 @@ def cancel(runs: Texts, runs_dir: Path) -> None:
         raise errors[-1]
 
 
-def _print_asked(process: CancelledJob) -> None:
+def _print_process(process: CancelledJob) -> None:
     if process.action == "asked before":
         click.echo(
-            f"process {process.pid} was asked to save and exit before, and is still running; "
+            f"process {process.pid} was already asked to save and exit, and is still running; "
             f"`kill {process.pid}` ends it at once, without a checkpoint"
         )
     else:

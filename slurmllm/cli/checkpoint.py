@@ -304,7 +304,7 @@ def _entry_json(entry: CheckpointEntry) -> Json:
 def _list_trainers(
     run: RunDir, command: CommandConfig, verifying: bool, as_json: bool
 ) -> list[dict[str, Any]]:
-    """List the checkpoints of another project's trainer; returns those for JSON."""
+    """List the checkpoints of another project's trainer; returns the rows of the JSON."""
     from slurmllm.train.checkpoint.foreign import list_trainer_checkpoints
     from slurmllm.train.checkpoint.verification import FULL_S, verify_checkpoint
 
@@ -335,7 +335,7 @@ def _list_trainers(
 
 def _trainer_state(row: Mapping[str, Any]) -> str:
     state = "complete" if row["complete"] else "half-written"
-    if row["faults"]:  # one that is being saved is not broken
+    if row["faults"]:  # one that is still being saved is not broken
         return f"{'broken' if row['complete'] else state}: {'; '.join(row['faults'])}"
     if row["unverified"]:
         return f"{state}, not verified: {'; '.join(row['unverified'])}"

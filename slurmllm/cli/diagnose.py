@@ -118,15 +118,15 @@ def health(
 def _end_exclusions(
     allocation: Allocation, checked: Mapping[str, NodeHealth], runs_dir: Path
 ) -> list[str]:
-    """End the exclusion of nodes that passed what excluded them; returns a line for each node."""
+    """End exclusions of nodes that passed the checks; returns a line for each excluded node."""
     from slurmllm.launch.supervise.allocation import SlurmAllocation
     from slurmllm.launch.supervise.site_nodes import end_by_health
 
     if not isinstance(allocation, SlurmAllocation):
         return []
-    cleared = "{0.node}: no longer excluded ({0.evidence}: {0.reason}): it passed"
+    cleared = "{0.node}: passed, no longer excluded ({0.evidence}: {0.reason})"
     left = (
-        "{0.node}: passed, but stays excluded: no check looked at its fault ({0.evidence}: "
+        "{0.node}: passed, but stays excluded: no check covers its fault ({0.evidence}: "
         "{0.reason}); `slurmllm nodes --clear {0.node}` ends it"
     )
     try:

@@ -87,8 +87,8 @@ def worker(ctx: click.Context, run: str, stage: Stage, attempt: int) -> None:
 @_RUN
 @click.argument("step", type=int, required=False)
 def evaluate_checkpoint(run: Path, step: int | None) -> None:
-    """Evaluate a checkpoint of RUN, or without STEP see that all are (called by the supervisor)."""
-    from slurmllm.analysis.evaluate import beside
+    """Evaluate a checkpoint of RUN; without STEP, watch for new ones (called by the supervisor)."""
+    from slurmllm.analysis.evaluate import evaluator
     from slurmllm.cli.track import stop_event
     from slurmllm.core.config.load import load
     from slurmllm.core.log import setup_logging
@@ -100,10 +100,10 @@ def evaluate_checkpoint(run: Path, step: int | None) -> None:
     directory = RunDir(run)
     config = load(directory.config, trusted=True)
     if step is not None:
-        beside.evaluate_checkpoint(directory, config, step)
+        evaluator.evaluate_checkpoint(directory, config, step)
         return
     client = None if JobsRecord.last_of(directory).local else SlurmClient()
-    beside.Evaluator(directory, config, client).watch(stop_event())
+    evaluator.Evaluator(directory, config, client).watch(stop_event())
 
 
 @click.command("check-node", hidden=True)

@@ -145,14 +145,14 @@ def cli(ctx: click.Context) -> None:
     error of code; 71 divergence; 72 out of memory; 75 stopped early, to be requeued; 130
     interrupted.
     """
-    if ctx.invoked_subcommand not in (*_HIDDEN, "track"):  # which write a log
+    if ctx.invoked_subcommand not in (*_HIDDEN, "track"):  # these write logs
         handler, log = _Warnings(logging.WARNING), logging.getLogger("slurmllm")
         log.addHandler(handler)
         ctx.call_on_close(partial(log.removeHandler, handler))
 
 
 class _Warnings(logging.Handler):
-    """Prints the package's warnings on standard error, as the verbs print theirs."""
+    """Prints warnings of the package's log on standard error, as commands print theirs."""
 
     def emit(self, record: logging.LogRecord) -> None:
         options.warn(printable(record.getMessage()))

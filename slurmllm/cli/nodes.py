@@ -27,7 +27,7 @@ include_option = options.repeatable(
 @options.repeatable(
     "--exclude excluding", "NODES", "Exclude nodes, such as n[1-4], from new jobs; repeatable."
 )
-@click.option("--reason", help="With --exclude: why.")
+@click.option("--reason", help="With --exclude: the reason.")
 @click.option(
     "--hours",
     type=click.FloatRange(0.0, LONGEST_HOURS, min_open=True),
@@ -51,10 +51,10 @@ def nodes(
     runs_dir: Path,
     as_json: bool,
 ) -> None:
-    """List the excluded nodes, exclude others, and end exclusions.
+    """List excluded nodes, exclude nodes, or end exclusions.
 
-    Shows why, on which evidence and until when. What excludes a node in one run counts for new jobs
-    of all runs in this folder. A node whose exclusion has expired is shown while a pending job
+    Shows the reason, evidence and end of each exclusion. New jobs of all runs in this folder avoid
+    a node that one run excludes. A node whose exclusion has expired is shown while a pending job
     still excludes it. --include without RUN is --clear.
     """
     from slurmllm.analysis.status.runs import list_runs
@@ -63,7 +63,7 @@ def nodes(
 
     cleared = cleared if run is not None else (*cleared, *included)
     if run is not None and (excluding or cleared):
-        raise UserError("--exclude and --clear are for all runs: leave out RUN")
+        raise UserError("--exclude and --clear are for all runs; leave out RUN")
     if bool(excluding) != bool(reason):
         raise UserError("--exclude and --reason belong together: `--exclude n7 --reason TEXT`")
     client = SlurmClient()
@@ -77,13 +77,13 @@ def nodes(
         options.note(f"{names}: excluded until {until} from new and requeued jobs of all runs")
     if cleared:
         names = " ".join(r.node for r in change_by_user(runs_dir, client, cleared))
-        options.note(f"{names}: no longer excluded, except by the lists of pending jobs")
+        options.note(f"{names}: no longer excluded from new jobs; pending jobs keep their lists")
     rows = _rows(runs, client)
     site: Sequence[Values] = []
     try:
         site = site_rows(runs_dir, client)
     except SlurmError as error:
-        options.warn(f"the site's excluded nodes are unknown: {error}")
+        options.warn(f"cannot list the excluded nodes of the site: {error}")
     if as_json:
         options.echo_json({"excluded": rows, "site": site})
     elif rows or site:
@@ -93,7 +93,7 @@ def nodes(
 
 
 def _readable(run: RunDir) -> bool:
-    """Whether a run can be read, which another user may have closed; else warn."""
+    """Whether a run's records can be read; warns if not, as for another user's run."""
     from slurmllm.core.run.records import JobsRecord
 
     try:
@@ -105,7 +105,7 @@ def _readable(run: RunDir) -> bool:
 
 
 def _rows(runs: Sequence[RunDir], client: SlurmClient) -> Sequence[Values]:
-    """Return the nodes that runs exclude, and those of their pending jobs' lists."""
+    """Return the nodes that runs exclude, and those that their pending jobs exclude."""
     from slurmllm.core.run.records import JobsRecord
     from slurmllm.launch.supervise.exclusion import excluded, excluded_by_jobs
 
@@ -147,8 +147,8 @@ def _print(rows: Sequence[Values], site: Sequence[Values]) -> None:
         options.print_rows(False, "", rows, run_columns, "reason")
         options.note("excluded from the run's jobs; `slurmllm nodes RUN --include NODE` ends it")
     if site:
-        more: options.Columns = {"user": "user", "avoided": "avoided", "reason": "reason"}
-        options.print_rows(False, "", site, {**columns, **more}, "reason")
+        site_columns: options.Columns = {"user": "user", "avoided": "avoided", "reason": "reason"}
+        options.print_rows(False, "", site, {**columns, **site_columns}, "reason")
         options.note(
             "new jobs of all runs avoid them, but at most a quarter of a partition; "
             "`slurmllm nodes --clear NODE` ends it"

@@ -172,6 +172,6 @@ def format_names(names: Sequence[str], limit: int = 8) -> str:
 
 
 def format_ranks(ranks: Sequence[int], verb: str = "", plural_verb: str = "") -> str:
-    """`rank 3`, `ranks 3, 7`; followed by a verb."""
+    """Return `rank 3` or `ranks 3, 7`, followed by the verb."""
     noun, verb = ("rank", verb) if len(ranks) == 1 else ("ranks", plural_verb)
     return f"{noun} {format_names([str(rank) for rank in ranks])} {verb}".rstrip()

@@ -51,7 +51,7 @@ class StopRequest:
 
     def __init__(self) -> None:
         self.signal_name: str | None = None
-        self.agreed: str | None = None  # the signal by which all workers stop, by their flags
+        self.agreed: str | None = None  # name of the stop signal that all workers have agreed on
         self._signalled_at: float | None = None
 
     def install(self) -> None:  # before torch is imported, which takes seconds

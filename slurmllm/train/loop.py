@@ -79,7 +79,7 @@ class Step(NamedTuple):
     loss: SupportsFloat
     grad_norm: SupportsFloat
     param_norm: SupportsFloat
-    forwards: Sequence[tuple[Any, Any]]  # `Backend.forwards`
+    forward_marks: Sequence[tuple[Any, Any]]  # `Backend.forward_marks`
 
 
 def run_step(job: Job) -> Step:
@@ -116,7 +116,7 @@ def run_step(job: Job) -> Step:
         loss,
         grad_norm,
         param_norm,
-        backend.forwards,
+        backend.forward_marks,
     )
 
 
@@ -129,9 +129,9 @@ def read_metrics(job: Job, step: Step) -> MetricsRow:
     param_norm = float(step.param_norm)
     step_time_s = step.ended - step.started
     window_s = job.config.recipe.watchdog.window_s
-    if window_s and step.forwards and step.number > job.first_step + FIRST_STEPS:
-        # A backward pass computes twice as much. A device that runs behind hides waits for data.
-        own_s = 3 * sum(end - begun for begun, end in step.forwards)
+    if window_s and step.forward_marks and step.number > job.first_step + FIRST_STEPS:
+        # A backward pass computes twice as much. Asynchronous devices hide the waits for data.
+        own_s = 3 * sum(end - begun for begun, end in step.forward_marks)
         if not job.backend.deferred_metrics:
             own_s += step.fields["data_wait_s"]
         job.phases.add_step(own_s, window_s)

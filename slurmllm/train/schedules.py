@@ -97,7 +97,7 @@ def unfinished_decay(recipe: Recipe) -> list[str]:
     last = learning_rate(optim, steps, steps)
     return [
         f"optim.decay_steps: the run ends at step {steps}, before the decay of its learning rate "
-        f"does, {optim.decay_steps}: the last rate is {last:.3g}, not min_lr {optim.min_lr:g}; "
+        f"does ({optim.decay_steps}): the last rate is {last:.3g}, not min_lr {optim.min_lr:g}; "
         f"--set optim.decay_steps={steps} ends the decay with the run"
     ]
 

@@ -40,7 +40,7 @@ class Trainer(BaseModel):
     python: str = ""  # by default the one that runs this
     source: Source | None = None
     prepare: str = ""  # a command for bash in {work} and the environment, before the runs
-    recipe: dict[str, Any]  # as in a recipe's file, without `name`
+    recipe: dict[str, Any]  # the recipe, without `name`
     nodes: int = 2
     kinds: str = "worker"  # of the drill
     limit_s: float = 1200.0  # for each stage, s

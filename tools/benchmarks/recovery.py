@@ -11,7 +11,7 @@ steps after the recovery from the one before:
     node     a node loses its power        slow   SIGKILL of a rank; slurmctld is away for 60 s
     bad      a node fails now and at each start, with the text of a lost GPU
 
-A node that no system leaves out is given PATIENCE_S; then somebody takes it out by hand.
+A bad node that the system does not exclude within PATIENCE_S is then excluded by hand.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ KINDS = ("worker", "node", "bad", "hang", "slow")
 NODES, CLUSTER_NODES = 14, 16
 STEP_S, COLLECTIVE_TIMEOUT_S = 0.5, 600
 AWAY_S = 60.0
-PATIENCE_S = 900.0  # of the engineers, with a run that does not continue
+PATIENCE_S = 900.0  # until an engineer acts, if a run does not continue
 BAD_TEXT = "RuntimeError: CUDA error: uncorrectable ECC error encountered\n"
 POLL_S = 0.25
 
@@ -50,9 +50,9 @@ class Outcome:
     system: str
     kind: str
     victim: str
-    to_next_step_s: float | None  # None: not within PATIENCE_S, and then by hand
+    to_next_step_s: float | None  # None: not within PATIENCE_S
     steps_lost: int
-    node_hours: float  # held by jobs from the failure until the step before it was reached again
+    node_hours: float  # held by jobs from the failure until the lost steps are recomputed
     blamed: list[str]
     excluded: list[str]
     starts: int  # of the trainer on the first node
@@ -124,7 +124,7 @@ class Bench:
         return [(float(at), int(step), start) for at, step, start in rows]
 
     def sample(self) -> None:
-        """Add the nodes that jobs hold now to what they held."""
+        """Add the node seconds that jobs have held since the last sample."""
         now = time.monotonic()
         if now - self._sampled > 1:
             states = ("--states=RUNNING,COMPLETING,CONFIGURING", "--format=%D")
@@ -160,7 +160,7 @@ class Bench:
         return sorted(names)
 
     def excluded(self) -> list[str]:
-        """The nodes that later jobs do without."""
+        """The nodes that later jobs exclude."""
         if self.system == "loop":
             with suppress(FileNotFoundError):
                 return (self.folder / "cordoned").read_text().split()

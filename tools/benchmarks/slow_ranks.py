@@ -1,11 +1,12 @@
-"""False alarms of the comparison of ranks, and its time to find a slow one, on simulated steps.
+"""False alarms of the slow-rank detection, and its time to find a slow rank, on simulated steps.
 
 python tools/benchmarks/slow_ranks.py --ranks 64,256,1024 --days 4
 
-Simulated are the means that ranks report each minute, of 30 steps. A step's time is log-normal
-(4 %), one in 500 is interrupted (Pareto, exponent 1.3: 0.3 to 60 steps). Ranks differ by up to 2 %
-for good and nodes of 8 drift within 5 % in hours. Once a day each node is 1.1 to 2 × as slow for 1
-to 6 minutes, and all ranks are in 5 % of the minutes. None of this is a slow rank.
+It simulates the mean step times that ranks report each minute, of 30 steps. A step's time is
+log-normal (4 %), one in 500 is interrupted (Pareto, exponent 1.3: 0.3 to 60 steps). Ranks differ
+permanently by up to 2 %, and nodes of 8 ranks drift within 5 % over hours. Once a day each node is
+1.1 to 2 times slower for 1 to 6 minutes, and in 5 % of the minutes all ranks are. None of this is a
+slow rank.
 """
 
 from __future__ import annotations

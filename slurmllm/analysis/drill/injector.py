@@ -162,7 +162,7 @@ def trainer_pids(run: RunDir, spec: FaultSpec) -> list[int]:
         )
     if of_all or not spec.trainer.one_per_node:
         return below
-    with suppress(psutil.Error):  # a launcher may have one below it, as DeepSpeed's has
+    with suppress(psutil.Error):  # a launcher may start another one, as DeepSpeed's does
         ranks = [process.pid for process in started_by(psutil.Process(below[0]))]
         if ranks:
             return ranks

@@ -98,8 +98,8 @@ class DrillPlan:
             raise RunError(f"{reference.name}: {missing}; set command.progress")
         steps = min(self.steps or int(last["step"]), int(last["step"]))
         entries = list_trainer_checkpoints(reference, self.trainer)
-        # Of a file that is written again and again, only the last step is known. OLMo-core and
-        # others save before their first step too.
+        # If one file is overwritten at each save, only the last step is known. OLMo-core and others
+        # save before their first step too.
         is_named = "{step}" in (self.trainer.checkpoints or "")
         saved = [entry.step for entry in entries if is_named and 0 < entry.step < steps]
         first, *later = saved or [steps // 2]

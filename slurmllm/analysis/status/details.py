@@ -105,7 +105,7 @@ class TrainerDetails:
     incomplete: Texts  # half-written checkpoints
     completion_file: str | None  # which complete ones have
     unmatched: str  # that `checkpoints` matches nothing, and what is there
-    passed_over: tuple[PassedOver, ...] = ()  # broken checkpoints at the last attempt's start
+    passed_over: tuple[PassedOver, ...] = ()  # broken at the last attempt's start
 
 
 @dataclass(frozen=True)
@@ -126,10 +126,10 @@ class Details:
     not_excluded: tuple[ExcludedNode, ...]  # recorded too, but used as there was no spare node
     compiling_s: float | None  # seconds since the first step began to compile; None if none does
     workers: WorkerProgress | None  # what the workers are doing; None if none are running
-    # ranks of a running attempt that are slower than others; None if they cannot be compared
+    # Slow ranks of a running attempt; None if ranks cannot be compared
     slow_ranks: tuple[SlowRank, ...] | None
     evaluation: Event | None  # the newest one; None without one
-    evaluations: tuple[CheckpointEvaluation, ...]  # of checkpoints, beside training
+    evaluations: tuple[CheckpointEvaluation, ...]  # of checkpoints, during training
     skips: tuple[SkippedBatches, ...]  # batches that the run skips after roll-backs
     core_files: dict[str, int]  # core file of a killed process in the run's directory → bytes
     trial: bool  # whether the run reads the built-in texts in place of its recipe's data
@@ -209,9 +209,9 @@ def read_details(
 def excluded_nodes(
     run: RunDir, attempts: Sequence[AttemptRecord]
 ) -> tuple[tuple[ExcludedNode, ...], tuple[ExcludedNode, ...]]:
-    """Return the excluded nodes, and those that the newest attempt uses all the same."""
+    """Return the excluded nodes, and those that the newest attempt uses anyway."""
     recorded, used = excluded(run), list[ExcludedNode]()
-    for last in attempts[-1:]:  # begun since, or training there since before
+    for last in attempts[-1:]:  # training there now, or begun after the exclusion
         since = math.inf if last.ended_at is None else last.started_at
         used = [node for node in recorded if node.node in last.nodes and node.since < since]
     return tuple(node for node in recorded if node not in used), tuple(used)

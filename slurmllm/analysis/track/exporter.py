@@ -1,4 +1,4 @@
-"""Serves a run's page of metrics on a port, and writes it for node_exporter, while it trains."""
+"""Exports a run's metrics while it trains: on a port, or to a file for node_exporter."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class _Handler(WSGIRequestHandler):
     timeout = 5.0  # s without a byte of a request
 
     def log_message(self, *_: object) -> None:
-        """Log nothing: Prometheus asks four times a minute."""
+        """Log nothing: Prometheus sends a request every few seconds."""
 
 
 def serve(registry: CollectorRegistry, port: int, token: str | None) -> WSGIServer:
@@ -41,7 +41,7 @@ def serve(registry: CollectorRegistry, port: int, token: str | None) -> WSGIServ
         credentials = request.get("HTTP_AUTHORIZATION", "").encode()
         if token and not hmac.compare_digest(credentials, f"Bearer {token}".encode()):
             start("401 Unauthorized", [("WWW-Authenticate", "Bearer")])
-            return [b"a bearer token is needed\n"]
+            return [b"a bearer token is required\n"]
         result: Iterable[bytes] = page(request, start)
         return result
 
@@ -52,7 +52,7 @@ def serve(registry: CollectorRegistry, port: int, token: str | None) -> WSGIServ
 
 
 def export(run: RunDir, config: RunConfig, stop: threading.Event) -> None:
-    """Publish a run's metrics until `stop`; failures are logged, each once, and tried again.
+    """Publish a run's metrics until `stop`; each failure is logged once, and retried.
 
     Raises ConfigError if the token cannot be read.
     """
@@ -65,14 +65,14 @@ def export(run: RunDir, config: RunConfig, stop: threading.Event) -> None:
         with diagnostic("metrics"):
             page.update(supervised_state(run))
         if metrics.port is not None and server is None:
-            # It may be that of another run on this node.
+            # Another run on this node may use the port.
             with diagnostic(f"cluster.metrics.port {metrics.port}"):
                 server = serve(registry, metrics.port, token)
         if file is not None:
             with diagnostic(f"cluster.metrics.textfile {file}"):
-                file.parent.stat()  # node_exporter's own: not made here
+                file.parent.stat()  # belongs to node_exporter: not created here
                 write_whole(file, generate_latest(registry), durable=False)
         if stop.wait(INTERVAL_S):
             break
-    if file is not None:  # series end, and no value outlives the training
+    if file is not None:  # the series end with the training
         file.unlink(missing_ok=True)

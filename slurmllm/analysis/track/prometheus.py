@@ -1,4 +1,4 @@
-"""The metrics of a run as Prometheus reads them, from what `status` and `report` show.
+"""A run's metrics in the format of Prometheus, from what `status` and `report` show.
 
 Names and units follow https://prometheus.io/docs/practices/naming/: instead of an age a page has
 the Unix time, from which `time() - …` is right however old the page is. The job's id, which changes
@@ -42,11 +42,11 @@ _HELP = {
     "tokens_per_second": "Tokens/s, median of recent steps.",
     "model_flops_utilization_ratio": "MFU, median of recent steps.",
     "attempt": "Number of the newest attempt, from 0.",
-    "restarts_total": "Restarts, by the class of the attempt before.",
-    "lost_node_seconds_total": "Node seconds of recomputed steps and until the next step, by class "
-    "of ending.",
+    "restarts_total": "Restarts, by class of ending of the attempt before.",
+    "lost_node_seconds_total": "Node seconds lost to recomputed steps and restarts, by class of "
+    "ending.",
     "node_seconds_total": "Node seconds of all attempts.",
-    "slow_rank_ratio": "Own time of a rank that is slower than its peers, to their median.",
+    "slow_rank_ratio": "Time of a slow rank without waits, relative to its peers' median.",
     "excluded_nodes": "Number of excluded nodes.",
     "excluded_node_info": "1 for each excluded node.",
 }
@@ -54,7 +54,7 @@ Sample = tuple[str, float | None, dict[str, str]]  # name, value, further labels
 
 
 class Page(Collector):
-    """The metrics of one run, at the time of the last update."""
+    """The metrics of one run, as of the last update."""
 
     def __init__(self, run: RunDir, config: RunConfig) -> None:
         self._run, self._config = run, config
@@ -64,7 +64,7 @@ class Page(Collector):
         return self._families
 
     def update(self, state: RunState) -> None:
-        self._families = ()  # if this fails: no figure is better than an old one
+        self._families = ()  # if this fails, no metrics are better than old ones
         run, cluster = self._run, self._config.cluster
         labels = {"run": run.name, "cluster": cluster.name, "user": login_name()}
         families: dict[str, Metric] = {
@@ -97,7 +97,7 @@ def _samples(run: RunDir, config: RunConfig, state: RunState) -> Iterator[Sample
         "node_seconds_total": state.node_hours * HOUR_S,
         "attempt": attempts[-1].attempt if attempts else None,
     }
-    if attempts and state.state == "training":  # `status` keeps the last speed
+    if attempts and state.state == "training":  # `status` shows the last speed at any time
         values["tokens_per_second"] = state.tokens_per_s
         if state.seq_per_s is not None:
             mfu = flops_utilization(config, attempts[-1].world_size, state.seq_per_s)
@@ -106,7 +106,7 @@ def _samples(run: RunDir, config: RunConfig, state: RunState) -> Iterator[Sample
             yield "slow_rank_ratio", slow.ratio, {"rank": str(slow.rank), "node": slow.node}
     for name, value in values.items():
         yield name, value, {}
-    # Of the attempts before the last one: each was followed by a start.
+    # The attempts before the last one: each was followed by another.
     endings = [attempt.ending or "unknown" for attempt in attempts[:-1]]
     for ending in dict.fromkeys((*get_args(EndingClass), *endings)):
         yield "restarts_total", endings.count(ending), {"class": ending}
@@ -119,6 +119,6 @@ def _samples(run: RunDir, config: RunConfig, state: RunState) -> Iterator[Sample
         yield "excluded_node_info", 1, {"node": node.node}
 
 
-@lru_cache(maxsize=1)  # the history is read when another attempt ends or trains
+@lru_cache(maxsize=1)  # read again when an attempt ends or another one trains
 def _losses(run: RunDir, ended: object, training: object) -> list[EndingLoss]:
     return sum_by_ending(list(find_recoveries(read_history(run))))

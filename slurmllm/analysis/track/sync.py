@@ -80,12 +80,12 @@ class Session:
             self.steps_sent += len(batch)
 
     def send_scores(self) -> None:
-        """Send new scores of checkpoints, which come after their steps."""
+        """Send new scores of checkpoints, which are later than their steps."""
         assert self._tracker is not None
         for key, scored in read_scores(self._run)[0]:
             name = f"{scored.checkpoint:.16}/{key}"
             if name not in self.record.scores:
-                tags = {  # of the characters that MLflow takes
+                tags = {  # with the characters that MLflow allows
                     re.sub(r"[^\w./: -]", "_", f"evaluate/{scored.task}/{metric}"): value
                     for metric, value in scored.scores.items()
                 }
@@ -283,7 +283,7 @@ class Tracker(ABC):
     def log(self, steps: Sequence[StepValues]) -> None: ...
 
     def log_scores(self, scores: StepValues, newest: int) -> None:
-        """Log scores of an earlier step than `newest`, which was logged last."""
+        """Log scores of a step that may be earlier than `newest`, the last one logged."""
         self.log([scores])
 
     @abstractmethod
@@ -333,7 +333,7 @@ class Wandb(Tracker):
             self._run.log({**step.values, "time": step.time}, step=step.step)
 
     def log_scores(self, scores: StepValues, newest: int) -> None:
-        # It takes no value of an earlier step: the scores have an axis of their own.
+        # W&B accepts no value of an earlier step: the scores get an axis of their own.
         self._run.define_metric("evaluate/*", step_metric="evaluate/step")
         self._run.log({**scores.values, "evaluate/step": scores.step}, step=newest)
 

@@ -111,11 +111,11 @@ class HealthChecks(Section):
     min_allreduce_gb_s: PositiveFloat | None = None
     """Minimum bus bandwidth of that all-reduce, GB/s; not checked by default."""
     dcgm: Literal["never", "health", "always"] = "always"
-    """When to run `dcgmi diag -r 1` where it is installed: only by `slurmllm health`, or before
+    """When to run `dcgmi diag -r 1`, if it is installed: only by `slurmllm health`, or before
     the first attempt of each Slurm job too."""
     network_gb_s: PositiveFloat | None = None
-    """Sum of the rates of a node's active InfiniBand, RoCE and EFA ports, GB/s; by default the
-    nodes are compared."""
+    """Minimum total rate of a node's active InfiniBand, RoCE and EFA ports, GB/s; by default the
+    nodes are only compared with each other."""
     warn_only: ListOf[RelaxedCheck] = ()
     """Checks whose failure only warns."""
 
@@ -138,17 +138,17 @@ FolderPath = Annotated[str, Field(pattern=r"^/[^\x00\r\n]*$")]
 
 
 class Metrics(Section):
-    """How Prometheus gets the metrics of a run while it trains; by default it does not."""
+    """How a run exports its metrics to Prometheus while it trains; by default it does not."""
 
     port: Annotated[int, Field(ge=1024, le=65535)] | None = None
-    """Port of the first node that serves /metrics: to that node only, without token_file."""
+    """Port on which a run's first node serves /metrics: on localhost only, without token_file."""
     token_file: FolderPath | None = None
-    """File with the bearer token that a request must have; only its owner may read it."""
+    """File with the bearer token that a request must send; only its owner may read it."""
     textfile: FolderPath | None = None
-    """Folder on the nodes that node_exporter's textfile collector reads."""
+    """Folder on the nodes that the textfile collector of node_exporter reads."""
 
     @model_validator(mode="after")
-    def _token_of_a_port(self) -> Metrics:
+    def _require_port(self) -> Metrics:
         if self.token_file is not None and self.port is None:
             raise ValueError("token_file needs a port; set cluster.metrics.port, such as 9464")
         return self

@@ -115,8 +115,8 @@ class CommandConfig(Section):
     another checkpoint when it has not changed for ten seconds."""
     tracker: str | None = None
     """The file by which the trainer finds its newest checkpoint: latest_checkpointed_iteration.txt
-    has the step, any other the folder's name; with {checkpoint} a link. Before a resume it is made
-    to name the newest checkpoint that verifies."""
+    has the step, any other file the folder's name; a path with {checkpoint} is a link. Before a
+    resume it is set to the newest checkpoint that verifies."""
     verify: bool = True
     """Verify checkpoints by their format before a resume, and pass over the broken ones."""
     progress: str | None = None

@@ -233,7 +233,7 @@ _USEFUL_EPOCHS = 4  # Muennighoff et al. 2023 (arXiv 2305.16264), section 5
 
 
 def _built_size(corpus: Path) -> tuple[str, float] | None:
-    """Return name and tokens, about, of a file of texts that `data build` made; else None."""
+    """Return the name and approximate tokens of a corpus that `data build` made, else None."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         summary = json.loads(read_limited(Path(f"{corpus}.json")))
         return f"{corpus.name}, if a token is 4 bytes of text", summary["text_bytes"] / 4
@@ -241,10 +241,9 @@ def _built_size(corpus: Path) -> tuple[str, float] | None:
 
 
 def corpus_epochs(data: DataConfig, tokens: int, origin: str = "") -> tuple[str, float] | None:
-    """Return the corpus that is read and its epochs, about; None if they are unknown.
+    """Return the corpus and its approximate number of epochs; None if unknown.
 
-    A token of one's own file of texts is taken to be 4 bytes, near those of English in GPT-2's
-    vocabulary.
+    In your own corpus a token counts as 4 bytes, about GPT-2's average for English.
 
     Args:
         origin: Where `data.corpus` comes from: the path of a published corpus, or another one.

@@ -107,7 +107,7 @@ class ProfileConfig(Section):
     """Record allocations too: a snapshot of the memory on CUDA, in the trace on CPUs."""
 
 
-COMPARED_WINDOWS = 10  # of the times of ranks
+COMPARED_WINDOWS = 10  # windows over which the times of ranks are compared
 
 
 class WatchdogConfig(Section):
@@ -126,7 +126,7 @@ class WatchdogConfig(Section):
     save_s: PositiveFloat = 1800.0
     """Seconds for a save."""
     slow_rank_s: NonNegativeFloat = 600.0
-    """Seconds for which a rank is slower than the others before it is reported; 0: never."""
+    """Report a rank that is slower than the others for so many seconds; 0: never."""
 
     @property
     def window_s(self) -> float:
@@ -193,21 +193,21 @@ class EvaluateConfig(Section):
     """Evaluations of checkpoints while the run trains, each in a job of its own."""
 
     suite: Annotated[str, Field(pattern=r"^([A-Za-z0-9_-]+|/[^\x00\r\n]*)$")] | None = None
-    """Suite of `slurmllm evaluate`: a shipped one, or a file by its absolute path."""
+    """Suite of `slurmllm evaluate`: the name of a shipped one, or the absolute path of a file."""
     command: Annotated[str, Field(pattern=r"\S")] | None = None
-    """In place of a suite: a command line for bash, in which {checkpoint}, {step} and {run} are
-    filled in. The last line of its output that is a JSON object of numbers has the scores."""
+    """Instead of a suite: a command line for bash, in which {checkpoint}, {step} and {run} are
+    replaced. Its scores are the last line of its output that is a JSON object of numbers."""
     every: PositiveInt = 1
-    """Evaluate every Nth checkpoint, and that of the last step."""
+    """Evaluate every Nth checkpoint, and the last step's."""
     time: SlurmTime = "4:00:00"
-    """Time limit of a job; other options of sbatch are slurm.directives.evaluate."""
+    """Time limit of a job; set other options of sbatch in slurm.directives.evaluate."""
     hold_hours: NonNegativeFloat = 24.0
-    """Hours for which a checkpoint is not removed before it has been evaluated."""
+    """Hours for which a checkpoint is kept until it has been evaluated."""
 
     @model_validator(mode="after")
     def _has_one_evaluator(self) -> EvaluateConfig:
         if (self.suite is None) == (self.command is None):
-            raise ValueError("needs a suite or a command, and not both")
+            raise ValueError("needs either a suite or a command")
         return self
 
 
@@ -290,5 +290,5 @@ class SlurmConfig(Section):
     drain: bool = False
     """Whether a node whose hardware is broken is drained too, if Slurm permits it to this user."""
     exclude_slow: bool = False
-    """Whether a restart leaves out a node with a rank that computed more slowly for an hour."""
+    """Whether a restart excludes a node on which a rank was slow for an hour."""
     notify: NotifyConfig = NotifyConfig()

@@ -22,7 +22,7 @@ def read_token(config: RunConfig) -> str | None:
     name = config.cluster.metrics.token_file
     if name is None:
         return None
-    fault = "no token of at least 16 characters without blanks"
+    fault = "it has no token (16 characters or more, without blanks)"
     try:
         with open_regular(Path(name)) as stream:
             token = stream.read(_LONGEST).decode("ascii", "replace").strip()
@@ -32,7 +32,7 @@ def read_token(config: RunConfig) -> str | None:
             elif re.fullmatch(r"[!-~]{16,}", token):
                 return token
     except OSError as error:
-        fault = f"cannot be read: {os_error_text(error)}"
-    fix = f"`(umask 077; openssl rand -hex 32 > {name})` makes one"
+        fault = f"it cannot be read: {os_error_text(error)}"
+    fix = f"`(umask 077; openssl rand -hex 32 > {name})` creates one"
     fault = f"cluster.metrics.token_file: {name}: {fault}; {fix}"
     raise ConfigError("/metrics is not served", [fault])

@@ -199,20 +199,20 @@ class ImportedModel(Record):
 
 
 class CheckpointEvaluation(Record):
-    """`evaluating/step_XXXXXXXX.json`: an evaluation beside training, by `evaluate` of the recipe.
+    """`evaluating/step_XXXXXXXX.json`: an evaluation during training (`Recipe.evaluate`).
 
-    Of the supervisor's child until the job starts, then of the job.
+    The supervisor's child writes it until the job starts, then the job does.
     """
 
     step: int
     path: str  # the checkpoint
-    saved_at: float  # Unix time, s; another checkpoint of the step has another one
+    saved_at: float  # Unix time, s; tells two checkpoints of one step apart
     state: Literal["skipped", "due", "submitted", "done", "failed"]
-    job: str = ""  # that evaluates it
-    error: str = ""  # why it is not submitted, or failed
+    job: str = ""  # id of the evaluation's job
+    error: str = ""  # why it was not submitted, or failed
 
     @property
-    def settled(self) -> bool:
+    def finished(self) -> bool:
         return self.state in ("skipped", "done", "failed")
 
 

@@ -20,15 +20,15 @@ from pydantic import BaseModel
 from slurmllm.core.run.records import Record
 from slurmllm.core.run.safe_files import read_limited
 
-# Names of one setting in several versions: the user's value of any of them counts.
+# Names of one setting in several versions of torch: a user's value of any of them counts.
 _PIPES = ("TORCH_NCCL_DEBUG_INFO_PIPE_FILE", "TORCH_FR_DEBUG_INFO_PIPE_FILE")
 _DUMPS = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
 _SIZES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
 _ON_TIMEOUT = ("TORCH_NCCL_DUMP_ON_TIMEOUT",)
 _ENTRIES = "2000"  # torch's default since 2.7; before, nothing was recorded
-_LARGEST = 64 << 20  # bytes of a dump; 2,000 entries with their stacks are about 2 MB
+_MAX_DUMP_BYTES = 64 << 20  # 2,000 entries with their stacks are about 2 MB
 _PEERS = re.compile(r"(?:send|recv)\s+(\d+)(?:->|<-)(\d+)$")
-_KEPT = 20  # operations of each group; one with its stack takes 3 kB
+_MAX_ENDED = 20  # operations of each group; one with its stack takes 3 kB
 
 
 class StackFrame(BaseModel):
@@ -53,9 +53,9 @@ class Operation(BaseModel, extra="allow"):  # torch's analyzer needs all fields
 
     @property
     def finished(self) -> bool:
-        """Whether it is over; gloo has no states, and NCCL retires what has timed out."""
-        by_gloo = self.profiling_name.startswith("gloo:")
-        return self.state == "completed" or (by_gloo and self.retired)
+        """Whether it has ended. gloo records no state; NCCL also retires what has timed out."""
+        is_gloo = self.profiling_name.startswith("gloo:")
+        return self.state == "completed" or (is_gloo and self.retired)
 
     @property
     def peers(self) -> frozenset[int]:
@@ -81,7 +81,7 @@ class Operation(BaseModel, extra="allow"):  # torch's analyzer needs all fields
 
 
 class Recording(Record):
-    """One rank's operations, oldest first: all unfinished ones, some others of each group."""
+    """One rank's operations, oldest first: all unfinished ones, the last others of each group."""
 
     version: str  # of the format
     entries: list[Operation]
@@ -89,8 +89,8 @@ class Recording(Record):
     from_start: bool = False  # whether no entry was overwritten
 
     @property
-    def last(self) -> dict[tuple[str, str], int]:
-        """The number of each group's last collective."""
+    def last_numbers(self) -> dict[tuple[str, str], int]:
+        """Group → sequence number of its last collective."""
         return {e.process_group: e.collective_seq_id for e in self.entries}
 
     def ranks(self, group: tuple[str, str]) -> str:
@@ -98,24 +98,24 @@ class Recording(Record):
         return self.pg_config.get(group[0], {}).get("ranks", "")
 
     def is_before(self, operation: Operation) -> bool:
-        """Whether this rank, which does not wait in an operation, surely has not begun it."""
+        """Whether this rank, which does not wait in an operation, has certainly not begun it."""
         number = operation.collective_seq_id
-        last = self.last.get(operation.process_group, 0 if self.from_start else number)
+        last = self.last_numbers.get(operation.process_group, 0 if self.from_start else number)
         return operation.is_p2p or last < number
 
 
 class _PlainUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        raise pickle.UnpicklingError(f"a dump has plain values only, not {module}.{name}")
+        raise pickle.UnpicklingError(f"a dump contains plain values only, not {module}.{name}")
 
 
 def recorder_variables(
     folder: Path, environment: Mapping[str, str], nccl: bool = False
 ) -> dict[str, str]:
-    """Return the variables by which torch records, and dumps on request and after a time-out.
+    """Return the variables that make torch record, and dump on request and after a time-out.
 
-    What the user has set stays. Without DUMP_ON_TIMEOUT, torch looks at its pipe every ten minutes;
-    with NCCL, some versions need the old name of the size, of which others warn.
+    Variables that the user has set are left out. Without DUMP_ON_TIMEOUT, torch looks at its pipe
+    every ten minutes; with NCCL, some versions need the old name of the size, others warn of it.
     """
     values: dict[tuple[str, ...], str] = {_PIPES: f"{folder}/rank_", _DUMPS: f"{folder}/rank_"}
     if nccl:
@@ -125,7 +125,7 @@ def recorder_variables(
 
 
 def dump_prefixes(environment: Mapping[str, str]) -> tuple[str, str]:
-    """Return the paths of pipes and dumps, up to the rank; empty if not set."""
+    """Return the paths of pipes and dumps without the rank at their end; empty if not set."""
     pipes, dumps = (
         next(filter(None, map(environment.get, names)), "") for names in (_PIPES, _DUMPS)
     )
@@ -133,7 +133,7 @@ def dump_prefixes(environment: Mapping[str, str]) -> tuple[str, str]:
 
 
 def request_dump(pipe: Path) -> bool:
-    """Ask a process for its dump; returns False if it does not listen."""
+    """Request a process's dump; returns False if no process reads the pipe."""
     with suppress(OSError):
         descriptor = os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)
         with os.fdopen(descriptor, "wb", 0) as stream:
@@ -142,18 +142,18 @@ def request_dump(pipe: Path) -> bool:
 
 
 def read_dump(path: Path) -> Recording:
-    """Return what to keep of a dump of torch; OSError, ValueError if it can't be read."""
-    content = read_limited(path, _LARGEST)
+    """Return the operations of a torch dump that matter; raises OSError or ValueError."""
+    content = read_limited(path, _MAX_DUMP_BYTES)
     try:
         recording = Recording.model_validate(_PlainUnpickler(io.BytesIO(content)).load())
-    except Exception as error:  # of damaged bytes anything
+    except Exception as error:  # damaged bytes may raise anything
         raise ValueError(f"{path} is not a dump: {error}") from error
     entries = recording.entries
     last = {e.process_group: e.collective_seq_id + e.p2p_seq_id for e in entries}
     entries = [
         e
         for e in entries
-        if not e.finished or e.collective_seq_id + e.p2p_seq_id > last[e.process_group] - _KEPT
+        if not e.finished or e.collective_seq_id + e.p2p_seq_id > last[e.process_group] - _MAX_ENDED
     ]
     from_start = getattr(next(iter(entries), None), "record_id", 0) == 0
     return recording.model_copy(update={"entries": entries, "from_start": from_start})

@@ -292,12 +292,12 @@ class LaunchFailure(Record):
 
 
 class PassedOver(Record):
-    """A checkpoint of a trainer of another project that an attempt did not resume from."""
+    """A broken checkpoint of another project's trainer, from which an attempt did not resume."""
 
     step: int
     path: str
     reason: str
-    moved_to: str | None = None  # where it is now, if its trainer would have taken it
+    moved_to: str | None = None  # so that its trainer does not load it
 
     def __str__(self) -> str:
         moved = f"; moved to {self.moved_to}" if self.moved_to else ""
@@ -326,7 +326,7 @@ class AttemptRecord(Record):
     action: Action | None = None
     evidence: Lines = ()
     blamed_nodes: NodeNames = ()
-    excluded_nodes: NodeNames = ()  # of them, those with evidence: excluded from then on
+    excluded_nodes: NodeNames = ()  # nodes with evidence of a fault: excluded from later jobs
     launch_failure: LaunchFailure | None = None  # if the launchers or the checks did not start
     # Of a command that ended with 0 before its last step: last step by its log, `command.steps`
     done_early: tuple[int, int] | None = None
@@ -334,7 +334,7 @@ class AttemptRecord(Record):
     last_step: int | None = None
     checkpoint_before: int | None = None  # newest step at the start
     checkpoint_path: str | None = None  # of a trainer of another project: that of this step
-    passed_over: tuple[PassedOver, ...] = ()  # newer ones, the newest first
+    passed_over: tuple[PassedOver, ...] = ()  # newer broken checkpoints, newest first
     checkpoint_after: int | None = None  # newest step at the end
     steps_gained: int | None = None  # steps that its checkpoints hold
     steps_lost: int | None = None  # steps to be recomputed
@@ -387,9 +387,7 @@ class WorkerPhase(Record):
     step: int  # last one finished; 0 before the first
     since: float  # Unix time at which this phase of this step began, s
     window: int = 0  # number of its last window of steps; 0: none yet
-    own_s: Seconds = (
-        0.0  # mean time of a step without waits for other ranks in it (`Backend.forwards`)
-    )
+    own_s: Seconds = 0.0  # mean time of a step without waits for other ranks, in that window
 
 
 class Heartbeat(Record):
@@ -411,29 +409,29 @@ class HangRecord(Record):
     behind: tuple[int, ...] = ()  # ranks; empty if all are equal
     unresponsive_nodes: NodeNames = ()  # the nodes whose launchers stopped responding
     suspects: NodeNames = ()  # nodes blamed for the hang
-    # From the end of the attempt on: the operations in which ranks wait, and the ranks that have
-    # not joined them, by torch's Flight Recorder and NCCL's RAS.
+    # Set at the end of the attempt, from torch's Flight Recorder and NCCL's RAS: the operations in
+    # which ranks wait, and the ranks that have not joined them.
     collectives: Lines = ()
     missing: tuple[int, ...] = ()
 
 
 class SlowRank(Record):
-    """A rank that takes longer than others with the same work."""
+    """A rank that takes longer for a step than others with the same work."""
 
     rank: int
     node: NodeName
-    ratio: float  # of its own time in a step to the median
-    peers: int  # the ranks with the same work, this one included
+    ratio: float  # of its time without waits to the median
+    peers: int  # number of ranks with the same work, this one included
     since: float  # Unix time, s
 
     def text(self, now: float) -> str:
         duration = format_duration(now - self.since)
-        ratio = f"{self.ratio:.2f} × the median of {self.peers} ranks"
-        return f"rank {self.rank} on {self.node} computes {ratio}, for {duration}"
+        ratio = f"{self.ratio:.2f} × the median time of {self.peers} ranks"
+        return f"rank {self.rank} on {self.node} takes {ratio}, for {duration}"
 
 
 class SlowRanksRecord(Record):
-    """`attempts/NNN/slow_ranks.json`: by the supervisor, once ranks can be compared."""
+    """`attempts/NNN/slow_ranks.json`: written by the supervisor once ranks can be compared."""
 
     ranks: tuple[SlowRank, ...] = ()
 
@@ -450,11 +448,11 @@ class SkippedBatches(Record):
 
 
 class RejectedCheckpoint(Record):
-    """A checkpoint after whose resume the loss was wrong: its attempt's own are rejected too."""
+    """A checkpoint that made the loss wrong after a resume, and those that this attempt saved."""
 
-    onset: int  # its step
-    attempt: int
-    until: float  # its end, Unix time, s: what is written later is another checkpoint
+    onset: int  # step of the checkpoint
+    attempt: int  # that resumed from it
+    until: float  # end of the attempt, Unix time, s: later checkpoints are valid
     reason: str
 
 
@@ -554,9 +552,9 @@ class NodeHealth(Record):
         return tuple(finding for finding in self.findings if finding.status in statuses)
 
 
-# Of a node's fault: a user's word; its hardware's own text; a failed check; Slurm's state of it; no
-# answer to srun; slower than others for long; the second failure in a row there, while other nodes
-# worked. Strongest first.
+# Why a node is excluded, strongest first: a user excluded it; its devices reported an error; it
+# failed a health check; its state in Slurm; srun starts no process there; a rank there was slow for
+# long; blamed for two failures in a row while other nodes worked.
 NodeEvidence = Literal["user", "hardware", "check", "slurm", "no_answer", "slow", "repeated"]
 
 
@@ -569,26 +567,26 @@ class ExcludedNode(Record):
     exclusions: int = 1  # of this node by the run, this one included
     since: Seconds  # Unix time
     until: Seconds  # Unix time
-    cluster: str = Field(default="", max_length=100)  # Slurm's name of it; empty: not known
-    checks: tuple[str, ...] = Field(default=(), max_length=100)  # that failed there
+    cluster: str = Field(default="", max_length=100)  # Slurm's ClusterName; empty if unknown
+    checks: tuple[str, ...] = Field(default=(), max_length=100)  # health checks that failed
 
 
 class ExcludedNodes(Record):
     """`excluded.json`: the nodes that failed a run, with those whose time is over."""
 
     nodes: tuple[ExcludedNode, ...] = ()
-    # Node → Unix time of `--include`: the run uses it although others excluded it before.
+    # Node → Unix time of `--include`: the run ignores other runs' exclusions from before.
     included: dict[NodeName, Seconds] = {}
 
 
 class SiteNodeRecord(ExcludedNode):
     """`.nodes/<node>.<source>.json` in the runs folder: an exclusion for all runs, or its end.
 
-    `cleared` by a user, or `healthy`: it passed `checks`. Such a record ends earlier exclusions.
+    `cleared` (by a user) and `healthy` (it passed `checks`) end earlier exclusions.
     """
 
     kind: Literal["excluded", "cleared", "healthy"]
-    run: RunName | None = None  # that excluded it; None: a user
+    run: RunName | None = None  # that excluded the node; None: a user did
     user: str = ""  # owner of the file
 
 

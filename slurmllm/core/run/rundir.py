@@ -81,24 +81,24 @@ def read_all(read: Callable[[K], V], items: Iterable[K]) -> list[V]:
         return [content for item in contents for content in item]
 
 
-def by_rank(prefix: str, ending: str = "") -> dict[int, Path]:
-    """Return the files `<prefix><rank><ending>`; none of an empty prefix."""
+def rank_files(prefix: str, ending: str = "") -> dict[int, Path]:
+    """Return rank → file named `<prefix><rank><ending>`; empty if the prefix is."""
     name = re.compile(rf"{re.escape(Path(prefix).name)}([0-9]+){re.escape(ending)}")
     paths = sorted(Path(prefix).parent.glob(f"*{ending}")) if prefix else ()
     return {int(match[1]): path for path in paths if (match := name.fullmatch(path.name))}
 
 
-def read_ranks(path_of: Callable[[int], Path], read: Callable[[Path], V]) -> dict[int, V]:
-    """Return what can be read of the ranks' files in an attempt's directory, by rank."""
+def read_rank_files(path_of: Callable[[int], Path], read: Callable[[Path], V]) -> dict[int, V]:
+    """Return rank → content of the ranks' files in an attempt's directory, if it can be read."""
     folder, ending = path_of(0).parent, path_of(0).suffix
-    paths = by_rank(str(folder / "rank_"), ending)
+    paths = rank_files(str(folder / "rank_"), ending)
 
-    def read_one(path: Path) -> V | None:
+    def read_or_none(path: Path) -> V | None:
         with suppress(OSError, ValueError, StorageError):
             return read(path)
         return None
 
-    contents = zip(paths, read_all(read_one, paths.values()), strict=True)
+    contents = zip(paths, read_all(read_or_none, paths.values()), strict=True)
     return {rank: content for rank, content in contents if content is not None}
 
 
@@ -140,7 +140,7 @@ class AttemptDir:
     record = FixedPath("attempt.json")  # nodes, ending and reasons (`AttemptRecord`)
     hang = FixedPath("hang.json")  # launchers then dump stacks (`HangRecord`)
     slow_ranks = FixedPath("slow_ranks.json")  # slower than others (`SlowRanksRecord`)
-    ras = FixedPath("collectives/ras.txt")  # what NCCL reported of an attempt that hung
+    ras = FixedPath("collectives/ras.txt")  # NCCL's report on an attempt that hung
     # By the name of a node:
     node = PathOf[str]("nodes/{}.json")  # its launcher and its workers (`NodeRecord`)
     health = PathOf[str]("health/{}.json")  # its preflight checks (`NodeHealth`)
@@ -187,8 +187,8 @@ class RunDir:
     report = FixedPath("reports/report.html")  # as `slurmllm report` names it
     trackers = FixedPath("trackers")  # the records of trackers, W&B's own files
     track_log = FixedPath("logs/track.log")  # of the process that sends to trackers
-    evaluator_log = FixedPath("logs/evaluator.log")  # of the process that has them evaluated
-    exporter_log = FixedPath("logs/prometheus.log")  # of the process that Prometheus reads
+    evaluator_log = FixedPath("logs/evaluator.log")  # of the process that submits evaluations
+    exporter_log = FixedPath("logs/prometheus.log")  # of the process that exports metrics
     script = PathOf[Stage]("scripts/{}.sbatch")  # of a stage, as submitted
     stage_log = PathOf[Stage]("logs/{}.log")  # batch script and rank 0, of all attempts
     graph_log = PathOf[str]("graphs/failed/{}.log")  # the compiler's, of a graph that failed
@@ -200,7 +200,7 @@ class RunDir:
     evaluation_suite = PathOf[str]("evaluations/suites/{}.yaml")  # the user's (`Suite`)
     # Scores of a checkpoint, by its checksum, in a task (`EvaluationRecord`)
     evaluation = PathOf[str, str]("evaluations/{:.16}/{}.json")
-    # By step: evaluations beside training (`CheckpointEvaluation`)
+    # By step: evaluations during training (`CheckpointEvaluation`)
     evaluating = PathOf[int]("evaluating/step_{:08d}.json")
     # By name and attempt: a plugin's output, JSON lines (`HookContext.write`)
     hook_rows = PathOf[str, int]("hooks/{}/attempt_{:03d}.jsonl")
@@ -337,7 +337,7 @@ def runs_root(option: str | Path | None = None) -> Path:
 
 
 def node_records(root: Path) -> Path:
-    """Return the folder of the site's records of nodes (`SiteNodeRecord`) beside the runs."""
+    """Return the folder in a runs folder that has the records of nodes (`SiteNodeRecord`)."""
     return root / ".nodes"
 
 

@@ -29,7 +29,7 @@ REUSED = "reused"  # its content if the graphs are of an archive and may not sui
 log = logging.getLogger(__name__)
 
 _POLL_S = 0.05
-_LINE_BYTES = 96  # constant: a shorter line would leave the end of the one before it
+_LINE_BYTES = 96  # constant: a shorter line would leave the end of the previous one
 
 
 def run_copy(run: RunDir) -> RunDir:
@@ -43,17 +43,16 @@ def run_copy(run: RunDir) -> RunDir:
 
 
 class PhaseWriter:
-    """The phase of this worker, written to a file; without a path to none.
+    """Writes this worker's phase to a file; without a path, nothing.
 
-    With it goes the mean of what a step takes without waits for other ranks, over windows of time.
-    Windows are of the clock: the means of all ranks are over the same steps, the slow ones of all
-    included.
+    The line also has the mean time of a step without waits for other ranks, over a window of time.
+    Windows begin at fixed wall-clock times, so that all ranks average the same steps.
     """
 
     def __init__(self, path: Path | None) -> None:
-        self._window = 0  # its number
-        self._own_s: list[float] = []  # of its steps
-        self._measured = ""  # the last window
+        self._window = 0  # number of the current window
+        self._own_s: list[float] = []  # of the steps in it
+        self._measured = ""  # number and mean of the last window
         self._file: int | None = None
         if path is not None:
             with suppress(OSError):  # a full disk of the node must not end the training
@@ -86,7 +85,7 @@ def read_phase(path: Path) -> WorkerPhase | None:
     """Read a worker's phase; None if it has written none yet."""
     try:
         return WorkerPhase.model_validate(
-            # Without a window at the start.
+            # The window's fields are absent at first.
             dict(zip(WorkerPhase.model_fields, read_limited(path, 4096).decode().split()))  # noqa: B905
         )
     except (OSError, ValueError):

@@ -49,7 +49,7 @@ _NO_NODES = re.compile(
     r"Requested (nodes? (?!has)|(partition|topology) conf|reservation not usable|more tasks)"
     r"|Required (node|partition) not|More processors requested|Invalid node name"
 )
-_UNKNOWN_NODE = "Invalid node name"  # a refusal of what is not in slurm.conf
+_UNKNOWN_NODE = "Invalid node name"  # Slurm's error for a node that is not in slurm.conf
 _EXCLUDE = re.compile(r"^#SBATCH --exclude=(\S+)", re.MULTILINE)
 # Base states (sinfo(1), NODE STATE CODES) of a node that runs no job until an administrator acts.
 _UNUSABLE = re.compile(r"down|drain|fail|error|unknown|inval")
@@ -272,7 +272,7 @@ class SlurmClient:
         raise SlurmError(f"{unanswered}; {absent}; later, {fix}")
 
     def can_start(self, script: str, exclude: Sequence[str]) -> bool:
-        """Return whether a job could start, now or later, without more nodes (sbatch --test-only).
+        """Return whether a job could start, now or later, without these nodes (sbatch --test-only).
 
         Slurm itself counts the nodes that the job may use: partitions, features, reservation,
         GRES, states. True too if it refuses the test for another reason than its nodes, such as a
@@ -286,18 +286,18 @@ class SlurmClient:
             return not _NO_NODES.search(str(error))
         return True
 
-    def _sbatch(self, script: str, exclude: Sequence[str], *options: str, **of_run: Any) -> str:
-        # Slurm takes the last list alone.
+    def _sbatch(self, script: str, exclude: Sequence[str], *options: str, **kwargs: Any) -> str:
+        # sbatch uses only the last --exclude.
         names = list(dict.fromkeys([*_EXCLUDE.findall(script), *exclude]))
 
         def sbatch(nodes: str) -> str:
             option = [f"--exclude={nodes}"] if names else []
-            return _run(["sbatch", *options, *option], input=script, **of_run)
+            return _run(["sbatch", *options, *option], input=script, **kwargs)
 
-        return self._excluding(names, sbatch)
+        return self._with_known(names, sbatch)
 
-    def _excluding(self, nodes: Sequence[str], call: Callable[[str], str]) -> str:
-        """Call with nodes to exclude; if one is not in slurm.conf (any more), again without it."""
+    def _with_known(self, nodes: Sequence[str], call: Callable[[str], str]) -> str:
+        """Call with a list of nodes; if Slurm refuses it, again without those not in slurm.conf."""
         try:
             return call(",".join(nodes))
         except SlurmError as error:
@@ -307,7 +307,8 @@ class SlurmClient:
                 states, names = self.node_states(), self.hostnames(",".join(nodes))
             except SlurmError:
                 raise error from None
-        log.warning("not in slurm.conf: %s", " ".join(n for n in names if n not in states))
+        unknown = " ".join(name for name in names if name not in states)
+        log.warning("left out of the excluded nodes, as not in slurm.conf: %s", unknown)
         return call(",".join(name for name in names if name in states))
 
     def check_srun(self, options: Sequence[str]) -> None:
@@ -388,11 +389,11 @@ class SlurmClient:
             _update(f"JobId={job_id}", f"NodeList={','.join(nodes)}", cwd=folder)
 
     def exclude(self, job_id: str, nodes: Sequence[str]) -> None:
-        """Exclude nodes from the next start of a job on; Slurm refuses it for running jobs.
+        """Set the excluded nodes of a pending job; Slurm refuses this for a running job.
 
         Nodes that are not in slurm.conf are left out.
         """
-        self._excluding(nodes, lambda names: _update(f"JobId={job_id}", f"ExcNodeList={names}"))
+        self._with_known(nodes, lambda names: _update(f"JobId={job_id}", f"ExcNodeList={names}"))
 
     def comment(self, job_id: str, message: str) -> None:
         """Set the comment of a job, which a requeue keeps."""

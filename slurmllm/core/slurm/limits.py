@@ -56,7 +56,7 @@ def check_limits(options: Options, site: Site) -> LimitCheck:
         ):
             return LimitCheck()
         if not any(count_gpus(node.gres) for node in site.nodes):
-            options = {**options, DEVICES: "0"}  # not counted: jobs take whole nodes
+            options = {**options, DEVICES: "0"}  # Slurm counts no GPUs: jobs take whole nodes
         checks = [_check(options, partition, site.client) for partition in listed]
     except (SlurmError, ValueError):  # or a value that only Slurm can read
         return LimitCheck()
@@ -115,7 +115,7 @@ def describe_difference(nodes: Sequence[PartitionNode]) -> str:
     largest = max((node.memory_mb for node in nodes), default=0)
     kinds: dict[tuple[str, str, str], list[str]] = {}
     for node in nodes:
-        # Firmware takes some of it.
+        # Firmware uses some of it.
         memory_mb = largest if node.memory_mb >= largest * 0.95 else node.memory_mb
         kind = f"{node.cpus} CPUs", f"{memory_mb / 1024:.0f} GiB", f"{count_gpus(node.gres)} GPUs"
         kinds.setdefault(kind, []).append(node.name)
@@ -197,7 +197,7 @@ def _requirements(
                 remedy = f"no node of {nodes[0].partition} has GPUs: leave it out"
             suited = [node for node in nodes if amount_of(node) >= amount]
             if option == DEVICES:
-                remedy = f"{amounts[0]} GPUs a node at most there; another --cluster"
+                remedy = f"nodes there have at most {amounts[0]} GPUs; choose another --cluster"
             yield f"{'' if '.' in option else '--'}{option} {options[option]}", remedy, suited
 
 

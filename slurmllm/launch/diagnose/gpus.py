@@ -22,10 +22,10 @@ from slurmllm.launch.diagnose.programs import UnknownStateError, output_of, run_
 from slurmllm.train.backends import environment
 
 Gpu = ElementTree.Element
-# `used` is without what the driver reserves (before R510, with it: up to about 0.6 GB). A context
-# of CUDA takes about 0.5 GB, a worker far more.
+# `used` excludes the driver's own memory (before R510 it includes it, up to about 0.6 GB). A CUDA
+# context takes about 0.5 GB, a worker far more.
 MAX_USED_MIB = 1024
-# Lines `path: text` that are a fault.
+# Check, result, lines `path: text` of nvidia-smi that show a fault.
 _RULES = (
     (
         "device errors",
@@ -50,14 +50,14 @@ _RULES = (
         r"fabric/(state: (Not Started|In Progress)|health/\w+: (Degraded|True|Unhealthy))",
     ),
 )
-_LOADED = "NVRM: loading NVIDIA"  # the driver's first line: what is before it is over
+_LOADED = "NVRM: loading NVIDIA"  # the driver's first line: earlier errors no longer count
 # NVIDIA, "Analyzing Xid Errors with the Xid Catalog" (R590): the immediate action is a reset, a
 # reboot or a look at the machine. Without 109, 155 and 156, which programs or requests cause too.
 _RESET = "46|48|54|62|64|74|79|95|110|119|120|136|140|143|158"
-# Of the hardware too, but "ignore" or "restart the application": remapped rows, contained errors,
-# NVLink 5, retired resources. All others (13, 31, 43, 45, …) are of programs and drivers.
+# Hardware errors whose action is "ignore" or "restart the application": remapped rows, contained
+# errors, NVLink 5, retired resources. All others (13, 31, 43, 45, …) are of programs and drivers.
 _USABLE = "63|92|94|121|14[4-9]|150|157|160|161|171|172"
-# SXid: of NVLink's switches; Fabric Manager's guide asks for a reset after the fatal ones.
+# SXid: errors of NVSwitch; Fabric Manager's guide asks for a reset after fatal ones.
 _XID = re.compile(
     rf"\bXid \([^)]*\): (?:(?P<reset>{_RESET})|{_USABLE})\b"
     r"|SXid \([^)]*\): (?P<fatal>\d+), Fatal"
@@ -122,9 +122,9 @@ def _number(gpu: Gpu, path: str) -> float:
 
 
 def _process_findings(name: str, gpu: Gpu) -> Findings:
-    """Users' compute processes: those of this job are left from its last attempt.
+    """Check for compute processes of users; those of this job are left over from its last attempt.
 
-    Root's are the site's own. Those of another PID namespace, or gone, are not known.
+    Processes of root belong to the site. Those of another PID namespace are not visible.
     """
     job, user = os.environ.get("SLURM_JOB_ID"), psutil.Process().username()
     for row in gpu.iterfind("processes/process_info"):
@@ -139,12 +139,12 @@ def _process_findings(name: str, gpu: Gpu) -> Findings:
 
 
 def xid_findings(gpus: Sequence[Gpu]) -> Findings:
-    """Xid errors: what the driver has written into the kernel's log since it was loaded.
+    """Check for Xid errors that the driver has written into the kernel's log since it was loaded.
 
-    They fail the node unless the driver (R565 and later) says of every GPU that they are over.
+    They fail the node unless the driver (R565 and later) asks for no reset of any GPU.
     """
     # The kernel's buffer may be for root only, the journal for the groups adm and systemd-journal:
-    # journalctl prints nothing without the right to read, and no kernel's log is empty.
+    # journalctl prints nothing without the right to read, and a kernel's log is never empty.
     log = environment.output_of("dmesg")
     log = log or environment.output_of("journalctl", "-kq", "--output=cat", "--no-pager")
     if not log:
@@ -164,7 +164,7 @@ def dcgm_findings() -> Findings:
     """`dcgmi diag -r 1`, the quick diagnostic, if the Data Center GPU Manager is installed."""
     command = "dcgmi diag -r 1"
     try:
-        # By SIGTERM: dcgmi then stops the diagnostic, which the host engine runs.
+        # `timeout` sends SIGTERM, at which dcgmi stops the diagnostic in the host engine.
         limited = ("timeout", str(DIAGNOSTIC_S), *command.split(), "-j")
         done = run_program(*limited, limit_s=DIAGNOSTIC_S + 5)
         if '"status"' not in done.stdout:

@@ -36,9 +36,9 @@ from slurmllm.launch.diagnose.storage import (
 )
 from slurmllm.train.backends.environment import load_environment
 
-# What may be another job's, where the job has not the whole node.
-_OF_THE_NODE = ("GPU memory", "GPU processes", "Xid", "DCGM")
-_ORDER = ("skipped", "ok", "warn", "fail")
+# Checks that fail because of other jobs on a shared node.
+_AFFECTED_BY_OTHERS = ("GPU memory", "GPU processes", "Xid", "DCGM")
+_SEVERITY = ("skipped", "ok", "warn", "fail")
 
 
 def check_node(node: str, cluster: Cluster, backend: str, marker: Path) -> None:
@@ -53,7 +53,7 @@ def check_node(node: str, cluster: Cluster, backend: str, marker: Path) -> None:
 
 
 def node_findings(node: str, cluster: Cluster, marker: Path) -> Findings:
-    """The worst finding of each check; a check that raises an error fails."""
+    """Yield the worst finding of each check; a check that raises an error fails."""
     checks = {  # generators: none has begun yet
         "devices": device_findings(cluster),
         "EFA": efa_findings(cluster),
@@ -63,7 +63,7 @@ def node_findings(node: str, cluster: Cluster, marker: Path) -> Findings:
         "node-local disk": node_local_findings(cluster),
     }
     unshared = cluster.exclusive and "SLURM_JOB_ID" in os.environ
-    relaxed = (*cluster.health.warn_only, *(() if unshared else _OF_THE_NODE))
+    relaxed = (*cluster.health.warn_only, *(() if unshared else _AFFECTED_BY_OTHERS))
     with ThreadPoolExecutor(len(checks)) as pool:  # they wait for the vendors' programs
         for finding in chain.from_iterable(pool.map(_worst, checks, checks.values())):
             if finding.status == "fail" and finding.check in relaxed:
@@ -75,20 +75,20 @@ def node_findings(node: str, cluster: Cluster, marker: Path) -> Findings:
 
 
 def _worst(check: str, findings: Iterable[Finding]) -> list[Finding]:
-    """Return the worst finding of each check, with the number of others."""
-    of_check: dict[str, list[Finding]] = {}
+    """Return the worst finding of each check, which says how many more there are."""
+    by_check: dict[str, list[Finding]] = {}
     try:
         for finding in findings:
-            of_check.setdefault(finding.check, []).append(finding)
+            by_check.setdefault(finding.check, []).append(finding)
     except (OSError, SlurmllmError) as error:
         path = f"{error.filename}: " if isinstance(error, OSError) and error.filename else ""
         message = f"{path}{os_error_text(error)}".splitlines()[0]
-        of_check[check] = [fail(check, "unusable", "", message)]
-    return [_with_number(alike) for alike in of_check.values()]
+        by_check[check] = [fail(check, "unusable", "", message)]
+    return [_with_number(same_check) for same_check in by_check.values()]
 
 
 def _with_number(findings: Sequence[Finding]) -> Finding:
-    finding = max(findings, key=lambda finding: (_ORDER.index(finding.status), finding.value))
+    finding = max(findings, key=lambda finding: (_SEVERITY.index(finding.status), finding.value))
     num_more = sum(finding.status != "ok" for finding in findings) - 1
     more = f" and {num_more} more" if num_more > 0 else ""
     return finding.model_copy(update={"message": f"{finding.message}{more}"})
@@ -122,9 +122,8 @@ def _nvidia_findings(cluster: Cluster) -> Findings:
         yield fail("devices", "unusable", "", str(error))
     yield from gpu_findings(gpus)
     yield from xid_findings(gpus)
-    if (
-        gpus and cluster.health.dcgm != "never"
-    ):  # afterwards: its processes would be found on the GPUs
+    # Last, as its processes on the GPUs would be findings too.
+    if gpus and cluster.health.dcgm != "never":
         yield from dcgm_findings()
 
 
@@ -183,9 +182,9 @@ def efa_findings(cluster: Cluster) -> Findings:
 
 
 def port_findings(cluster: Cluster, root: Path = Path("/")) -> Findings:
-    """Rates of the active ports; no finding without ports, unless the profile requires a rate.
+    """Check the rates of active ports; without ports no finding, unless the profile sets a rate.
 
-    A port that is down accuses nobody, it may have no cable: `compare_nodes` compares the nodes.
+    A port that is down is no fault in itself: it may have no cable. `compare_nodes` compares nodes.
     """
     required = cluster.health.network_gb_s or 0.0
     # Linux, Documentation/ABI/stable/sysfs-class-infiniband: `4: ACTIVE`, `400 Gb/sec (4X NDR)`

@@ -1,4 +1,4 @@
-"""The vendors' programs on a node: where they are, and their output within a time limit."""
+"""Runs the vendors' programs on a node, within a time limit."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TIMEOUT_S = 20.0  # nvidia-smi takes some seconds if the driver has to wake the 
 
 
 class UnknownStateError(NodeError):
-    """A program did not end in time or printed what cannot be read: nothing is known."""
+    """A program timed out, or its output cannot be parsed."""
 
 
 def find(name: str) -> str | None:

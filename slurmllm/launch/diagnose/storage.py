@@ -94,7 +94,7 @@ def node_local_findings(cluster: Cluster) -> Findings:
 
 
 def shm_findings() -> Findings:
-    """Free shared memory: little of it fails if files fill it, else it is small by its mount."""
+    """Check free space in /dev/shm: too little fails if files fill it, and warns if it is small."""
     usage = shutil.disk_usage(SHM)
     free = round(usage.free / GB, 2)
     status = ok if free >= MIN_SHM_GB else fail if usage.used > usage.free else warn

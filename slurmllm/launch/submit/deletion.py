@@ -56,11 +56,11 @@ class CancelledRun:
 def cancel_jobs(
     target: RunDir | SweepDir,
     client: SlurmClient,
-    on_asked: Callable[[CancelledJob], object] = lambda _: None,
+    on_process: Callable[[CancelledJob], object] = lambda _: None,
 ) -> CancelledRun:
     """Cancel all jobs of a run or a sweep, those that run last: no lane may start another one.
 
-    `on_asked` is called for a process at once: what is cancelled later may fail.
+    `on_process` is called once a process was signalled: cancelling jobs may fail afterwards.
 
     Raises:
         RunError: it runs on another machine, or somebody else may have written its record.
@@ -71,11 +71,11 @@ def cancel_jobs(
             locks.enter_context(locked(RunDir(target.path), "cancel"))
         except StorageError as error:  # a full disk must not keep its jobs
             log.warning("%s; cancelling without the lock", error)
-        return _cancel(target, client, on_asked)
+        return _cancel(target, client, on_process)
 
 
 def _cancel(
-    target: RunDir | SweepDir, client: SlurmClient, on_asked: Callable[[CancelledJob], object]
+    target: RunDir | SweepDir, client: SlurmClient, on_process: Callable[[CancelledJob], object]
 ) -> CancelledRun:
     runs = [target] if isinstance(target, RunDir) else target.graph_runs()
     if isinstance(target, SweepDir):
@@ -90,7 +90,7 @@ def _cancel(
         if process := process_elsewhere(run, client):
             raise RunError(f"{run.name}: {process} may run it; `slurmllm cancel {run.name}` there")
         for record in read_evaluations(run):
-            # Others may have written it, and name any job.
+            # Another user may have written it, with the id of any job.
             if record.job and not untrusted_error(run.evaluating(record.step).stat()):
                 jobs[record.job], evaluations[record.job] = run, record
         if not last.local or last.pid is None:
@@ -99,7 +99,7 @@ def _cancel(
             _require_own_record(run)
             action = _cancel_process(run, last, last.pid)
             cancelled.append(CancelledJob(run.name, None, last.pid, action))
-            on_asked(cancelled[-1])
+            on_process(cancelled[-1])
     queue = client.queue(list(jobs))
     active = [job for job in reversed(jobs) if job in queue and queue[job].active]
     active.sort(key=lambda job: queue[job].state != "PENDING")

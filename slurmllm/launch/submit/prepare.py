@@ -152,7 +152,7 @@ class PreparedRun:
 
 
 def avoid_excluded(prepared: PreparedRun, request: RunRequest) -> PreparedRun:
-    """Return a run without the nodes that it or the site excludes, as far as it can start.
+    """Exclude the nodes that a run or its site excludes, as many as it can start without.
 
     Raises a SlurmError if slurmctld is unreachable, a StorageError if the run's record is damaged.
     """
@@ -507,7 +507,7 @@ def site_faults(config: RunConfig, local: bool) -> list[str]:
     suite = config.recipe.evaluate and config.recipe.evaluate.suite
     file = f"{suite}{'' if '/' in str(suite) else '.yaml'}"
     if suite and config.recipe.command is not None:
-        faults.append("evaluate.suite: reads slurmllm's own checkpoints; set evaluate.command")
+        faults.append("evaluate.suite reads only slurmllm's own checkpoints; set evaluate.command")
     # An absolute path replaces the folder of the shipped ones.
     elif suite and not (shipped_dir() / "configs" / "evaluation" / file).is_file():
         faults.append(f"evaluate.suite: {suite} is neither a shipped suite nor a file")

@@ -152,7 +152,7 @@ class SlurmAllocation(Allocation):
     ) -> NodeNames:
         """Return the nodes for new workers; empty if too few remain, or not the supervisor's.
 
-        Those to `avoid` are used if there are no others; the supervisor's own always is.
+        Nodes to `avoid` are used only if there are no others, but the supervisor's always is.
         """
         left = [name for name in self.all_nodes if name not in without]
         if len(left) < count or left[0] != self.all_nodes[0]:

@@ -29,7 +29,7 @@ from slurmllm.launch.supervise.watchdog import LOOK_S, Watchdog
 
 POLL_S = 0.1
 REPEAT_SIGNAL_S = 5.0
-LEAVING = 5 / 6  # of KillWait; the rest is to record the end, before Slurm kills this process too
+SAVE_SHARE = 5 / 6  # of KillWait; the rest is to record the end before Slurm kills this process
 # From the first failure to the end of the remaining launchers: if the cause is known, if all nodes
 # but one unresponsive one have reported, and otherwise.
 CLEAR_GRACE_S = 3.0
@@ -127,7 +127,7 @@ class AttemptMonitor:
             limited = self._stop.name is not None and self._record.job_id is not None
             limit_s = self._leaving_s
             if self._stop.name == "SIGTERM":
-                limit_s = min(limit_s, LEAVING * self._kill_wait_s)
+                limit_s = min(limit_s, SAVE_SHARE * self._kill_wait_s)
             overran = limited and now - self._stop.received_at > limit_s
             if overran and self.observed.overran_s is None:
                 self.observed.overran_s = now - self._stop.received_at

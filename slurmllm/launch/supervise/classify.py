@@ -52,7 +52,7 @@ KILLED = "killed"  # error of a process that its launcher saw end by a signal
 _LOST_CHILD = re.compile(
     r"(killed by signal(?: 9|: Killed))|exited unexpectedly|BrokenProcessPool|abruptly"
 )
-# Of one that got the SIGTERM of Slurm before its worker did
+# A child process that got Slurm's SIGTERM before its worker did
 _STOPPED_CHILD = re.compile(r"killed by signal(?: 15\b|: Terminated)")
 _SET_UP = re.compile(r": cluster\.setup: line |^slurmllm: line |execve\(|python[\d.]*: No module")
 _NO_GPU = re.compile(
@@ -102,7 +102,7 @@ class Evidence:
     uncompiled: Sequence[str] = ()  # why the archive of a precompile attempt is incomplete
     hang: HangRecord | None = None  # found by the watchdog
     stacks: Sequence[str] = ()  # locations of the workers of a hang, one line each
-    collectives: Lines = ()  # in which ranks wait, if they recorded it
+    collectives: Lines = ()  # the operations in which ranks wait, if recorded
     # Rank → last lines of the log, for workers that failed without a record.
     log_tails: Mapping[int, Sequence[str]] = field(default_factory=dict)
     superseded_by: int | None = None
@@ -414,7 +414,7 @@ def _by_failure(evidence: Evidence) -> Ending | None:
     exhausted = oom_kills or first.error == "MemoryError" or "OutOfMemory" in first.error
     rows: Sequence[tuple[EndingClass, object]] = (
         ("out_of_memory", exhausted),
-        ("node_failure", lost and lost[1]),  # not by the kernel, by its count
+        ("node_failure", lost and lost[1]),  # the kernel counts no out-of-memory kill
         ("out_of_memory", _matches(first, "memory")),
         # Its message is the plugin's, whatever it reads like.
         ("code_error", first.error == "PluginError"),

@@ -1,8 +1,8 @@
-"""What the ranks of a hang wait for: torch's Flight Recorder and NCCL's RAS, where they answer.
+"""The collectives in which ranks hang, by torch's Flight Recorder and NCCL's RAS.
 
-The launchers collect what `read_blocked` reads. torch's own analyzer
-(torch/distributed/flight_recorder, `torchfrtrace`) needs torch and records from the first step on;
-`logs --stacks` runs it. This reading needs neither, as supervisors hold the nodes meanwhile.
+Launchers store the dumps, and `read_blocked` reads them. torch's own analyzer
+(torch/distributed/flight_recorder, `torchfrtrace`) needs torch and recordings from the first step
+on: only `logs --stacks` runs it, as the supervisor would hold the nodes meanwhile.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from slurmllm.core.run.flight_recorder import (
     request_dump,
 )
 from slurmllm.core.run.records import Lines
-from slurmllm.core.run.rundir import AttemptDir, by_rank, read_ranks
+from slurmllm.core.run.rundir import AttemptDir, rank_files, read_rank_files
 from slurmllm.core.run.safe_files import read_limited, write_whole
 
 # Half a second apart: torch looks at its pipe once a second, and may import its compiler before the
 # first dump, for 10 s.
-_LOOKS = 40
+_POLLS = 40
 _RAS_S = 10.0  # NCCL waits five for peers, and adds up to five
 _RAS_BYTES = 1 << 20
 _MAX_LINES = 4
@@ -47,24 +47,25 @@ _RAS_PROBLEMS = re.compile(r"^(?:Errors|Warnings)\n=+\n(.*?)(?=^\w+\n=+\n|\Z)", 
 
 
 class Blocked(NamedTuple):
-    """What a hang waits for."""
+    """The operations in which ranks wait."""
 
     lines: Lines = ()
-    ranks: tuple[int, ...] = ()  # for which the others wait
+    missing_ranks: tuple[int, ...] = ()  # for which the others wait
 
 
 def collect_dumps(attempt: AttemptDir, environment: Mapping[str, str], since: float) -> None:
-    """Store new dumps of a node's ranks; if none listens, those after `since`, Unix time, s.
+    """Request and store dumps of a node's ranks.
 
-    Torch makes these by itself, after a time-out of a collective.
+    If no rank reads its pipe, store those that torch wrote after `since` (Unix time, s), as it does
+    after a time-out of a collective.
     """
     pipe, dump = dump_prefixes(environment)
-    missing = {rank for rank, path in by_rank(pipe, ".pipe").items() if request_dump(path)}
+    missing = {rank for rank, path in rank_files(pipe, ".pipe").items() if request_dump(path)}
     if missing:
         since = time.time() - 1.0  # a file system's clock may be coarse
-    for _ in range(_LOOKS):
-        for rank, path in by_rank(dump).items():
-            with suppress(OSError, ValueError):  # half-written, say
+    for _ in range(_POLLS):
+        for rank, path in rank_files(dump).items():
+            with suppress(OSError, ValueError):  # such as a half-written file
                 if path.stat().st_mtime >= since:
                     content = read_dump(path).model_dump_json().encode()
                     write_whole(attempt.collectives(rank), content, durable=False)
@@ -95,12 +96,12 @@ def ras_report(attempt: AttemptDir) -> str:
 
 
 def read_recordings(attempt: AttemptDir) -> dict[int, Recording]:
-    """Return what the ranks of an attempt recorded, as far as it can be read."""
-    return read_ranks(attempt.collectives, Recording.load)
+    """Return rank → recording, for the recordings of an attempt that can be read."""
+    return read_rank_files(attempt.collectives, Recording.load)
 
 
 def read_blocked(attempt: AttemptDir, world_size: int) -> Blocked:
-    """Return what an attempt's ranks wait for, by what torch and NCCL recorded."""
+    """Return the operations in which an attempt's ranks wait."""
     lines, ranks = blocked(read_recordings(attempt), world_size)
     problems = "\n".join(_RAS_PROBLEMS.findall(ras_report(attempt))).split("\n")
     if by_nccl := "; ".join(filter(None, map(str.strip, problems))):
@@ -108,39 +109,39 @@ def read_blocked(attempt: AttemptDir, world_size: int) -> Blocked:
     return Blocked(lines, ranks)
 
 
-# An operation in which ranks wait: its order (the less, the more it explains), the ranks that have
-# not joined it and wait in no other one, and a line about it
-_Meeting = tuple[tuple[int, ...], tuple[int, ...], str]
+# An operation in which ranks wait: its sort key (the lowest explains most), the ranks that have not
+# joined it and wait in no other one, and a line about it
+_PendingOperation = tuple[tuple[int, ...], tuple[int, ...], str]
 
 
 def blocked(recordings: Mapping[int, Recording], world_size: int) -> Blocked:
-    """Return what the ranks wait for, and the ranks for which they wait.
+    """Return the operations in which ranks wait, and the ranks for which they wait.
 
     A rank that has not joined an operation because it waits in another one is not the cause.
     """
     operations: dict[object, dict[int, Operation]] = defaultdict(dict)
     for rank, recording in recordings.items():
-        # The first one of each group: the next ones wait for it.
+        # The first unfinished one of each group: later ones wait for it.
         firsts = {e.process_group: e for e in reversed(recording.entries) if not e.finished}
         for group, operation in firsts.items():
             key = group, recording.ranks(group), operation.peers or operation.collective_seq_id
             operations[key][rank] = operation
     busy = {rank for waiting in operations.values() for rank in waiting}
-    meetings = sorted(_meet(recordings, busy, item, world_size) for item in operations.values())
-    ranks = {rank for _, idle, _ in meetings for rank in idle}
-    lines: dict[object, str] = {}  # one for the same ranks
-    for _, idle, line in meetings:
+    pending = sorted(_describe(recordings, busy, item, world_size) for item in operations.values())
+    ranks = {rank for _, idle, _ in pending for rank in idle}
+    lines: dict[object, str] = {}  # one for each set of missing ranks
+    for _, idle, line in pending:
         if idle or not ranks:
             lines.setdefault(idle, line)
     return Blocked(tuple(lines.values())[:_MAX_LINES], tuple(sorted(ranks)))
 
 
-def _meet(
+def _describe(
     recordings: Mapping[int, Recording],
     busy: AbstractSet[int],
     waiting: Mapping[int, Operation],
     world_size: int,
-) -> _Meeting:
+) -> _PendingOperation:
     rank, first = next(iter(waiting.items()))
     members = _members(recordings, rank, first.process_group, world_size)
     if first.is_p2p:
@@ -148,39 +149,41 @@ def _meet(
     absent = sorted({*members} - waiting.keys())
     missing = [r for r in absent if r in recordings and recordings[r].is_before(first)]
     unrecorded = [r for r in absent if r not in recordings]
-    alike: dict[str, list[int]] = defaultdict(list)
+    ranks_by_text: dict[str, list[int]] = defaultdict(list)
     states = {operation.state for operation in waiting.values()}
     for rank, operation in sorted(waiting.items()):
         # `scheduled` where others have `started`: the device has not begun.
         state = f", {operation.state}" if len(states) > 1 else ""
-        alike[f"{operation.text}{operation.caller}{state}"].append(rank)
-    clauses = [f"{format_ranks(ranks, 'waits', 'wait')} in {text}" for text, ranks in alike.items()]
+        ranks_by_text[f"{operation.text}{operation.caller}{state}"].append(rank)
+    clauses = [
+        f"{format_ranks(ranks, 'waits', 'wait')} in {text}" for text, ranks in ranks_by_text.items()
+    ]
     if missing:
         clauses = [clause.replace(first.text, "it") for clause in clauses]
         clauses.insert(0, f"{format_ranks(missing, 'has', 'have')} not joined {first.text}")
     if unrecorded:
         clauses.append(f"{format_ranks(unrecorded)} recorded nothing")
     idle = tuple(rank for rank in missing if rank not in busy)
-    order = len(missing) - len(idle), not unrecorded, -len(alike)
+    order = len(missing) - len(idle), not unrecorded, -len(ranks_by_text)
     return order, idle, printable("; ".join(clauses))
 
 
 def _members(
     recordings: Mapping[int, Recording], rank: int, group: tuple[str, str], world_size: int
 ) -> list[int]:
-    """Return the ranks of a group; of gloo's (torch 2.13) those that are known to have used it."""
+    """Return the ranks of a group; with gloo (torch 2.13) those that are known to have used it."""
     if members := re.findall(r"\d+", recordings[rank].ranks(group)):
         return sorted(map(int, members))
     if group[1] == "default_pg":
         return [*range(world_size)]
-    return sorted(r for r, other in recordings.items() if group in other.last)
+    return sorted(r for r, recording in recordings.items() if group in recording.last_numbers)
 
 
 def torch_analysis(attempt: AttemptDir, world_size: int) -> str:
     """Return what torch's own analyzer says of an attempt's dumps, in a process with torch.
 
-    It unpickles what it reads, so it gets copies of plain values. They begin at one operation of
-    each group for all ranks, as it cannot compare others.
+    The analyzer unpickles its input, so it gets copies with plain values only. On all ranks they
+    begin at the same operation of each group: it cannot compare others.
     """
     recordings = read_recordings(attempt)
     if not recordings:
@@ -197,7 +200,7 @@ def torch_analysis(attempt: AttemptDir, world_size: int) -> str:
                 if e.collective_seq_id >= begin[e.process_group]
             ]
             groups = {}
-            for name, description in recording.last:
+            for name, description in recording.last_numbers:
                 members = _members(recordings, rank, (name, description), world_size)
                 groups[name] = {"desc": description, "ranks": str(members)}
             dump = {"version": recording.version, "entries": entries, "pg_config": groups}

@@ -146,7 +146,7 @@ def _uncompiled(run: RunDir) -> Sequence[str]:
 
 
 def _worker_exit(run: RunDir, record: AttemptRecord) -> TrainerExit:
-    """Return how our own workers leave at a stop: mostly with a checkpoint of their last step."""
+    """Return how slurmllm's workers exit at a stop: mostly with a checkpoint of their last step."""
     steps, saved = _logged_steps(run.metrics(record.attempt)), run.checkpoint_steps()
     if steps and steps[-1:] == saved[-1:]:
         return TrainerExit()
@@ -209,7 +209,7 @@ def _with_stacks(
     nodes: NodeRecords,
     blocked: collectives.Blocked,
 ) -> tuple[HangRecord, Lines]:
-    """Add what ranks wait for; suspect are nodes behind by phase, else by collective or stack."""
+    """Add what ranks wait for, and suspects: nodes behind by phase, else by collective or stack."""
     locations = stacks.read_locations(record.files(run))
     # A launcher that could not even end its workers was frozen itself.
     frozen = tuple(name for name in record.nodes if not reported_all(nodes.get(name)))
@@ -218,12 +218,12 @@ def _with_stacks(
         unresponsive = suspects = frozen
     if not suspects:
         node_of = {rank: name for name, node in nodes.items() for rank in node.pids}
-        ranks = blocked.ranks or stacks.outliers(locations)
+        ranks = blocked.missing_ranks or stacks.outliers(locations)
         workers = (locations[rank].worker if rank in locations else rank for rank in ranks)
         suspects = tuple(dict.fromkeys(node_of[rank] for rank in workers if rank in node_of))
-    hang = hang.model_copy(update={"collectives": blocked.lines, "missing": blocked.ranks})
+    hang = hang.model_copy(update={"collectives": blocked.lines, "missing": blocked.missing_ranks})
     hang = hang.model_copy(update={"unresponsive_nodes": unresponsive, "suspects": suspects})
-    return hang, stacks.stack_lines(locations, blocked.ranks)
+    return hang, stacks.stack_lines(locations, blocked.missing_ranks)
 
 
 def _log_tail(run: RunDir, record: AttemptRecord, rank: int) -> list[str]:

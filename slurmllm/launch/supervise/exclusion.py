@@ -48,10 +48,10 @@ from slurmllm.launch.supervise.slow_ranks import read_slow_ranks
 
 POLL_S = 2.0
 SLURM_NOTICE_S = 330.0  # Slurm's default SlurmdTimeout (300 s) and a margin
-SLOW_S = 3600.0  # that a rank is slow before its node is left out (`slurm.exclude_slow`)
-# Without a fault that is proven: the node is excluded only if the job can start without it.
-SURMISED = ("repeated", "slow")
-_SILENT = re.compile(r"(idle|mixed|allocated|completing)\*")
+SLOW_S = 3600.0  # for which a rank is slow before its node is excluded (`slurm.exclude_slow`)
+# Evidence without a proven fault: the node is excluded only if the job can start without it.
+UNPROVEN = ("repeated", "slow")
+_NOT_RESPONDING = re.compile(r"(idle|mixed|allocated|completing)\*")
 _UNUSABLE = ("down", "drain", "fail", "maint", "power", "reboot", "unknown", "*")
 
 log = logging.getLogger(__name__)
@@ -70,9 +70,9 @@ def excluded(run: RunDir) -> list[ExcludedNode]:
 def excluded_names(
     client: SlurmClient, run: RunDir, config: RunConfig, root: Path | None = None
 ) -> list[str]:
-    """Return the nodes that a run's next job avoids: its own, the latest first, then the site's.
+    """Return the nodes to exclude from a run's next job: its own, latest first, then the site's.
 
-    `root`: of a run whose sweep is not recorded yet.
+    `root`: the runs folder, for a run whose sweep is not recorded yet.
     """
     names = [node.node for node in reversed(excluded(run))]
     return list(
@@ -105,7 +105,7 @@ def _health(record: AttemptRecord, run: RunDir, node: str) -> NodeHealth:
 
 
 def slow_nodes(run: RunDir, record: AttemptRecord) -> dict[str, NodeFault]:
-    """Return the nodes to leave out because a rank there was slow for long until now."""
+    """Return the nodes to exclude because a rank there has been slow for long."""
     now = time.time()
     slow = read_slow_ranks(run, record) or () if record.job_id else ()
     long = [rank for rank in slow if now - rank.since > SLOW_S]
@@ -120,7 +120,7 @@ def _proven(
     reported = node_records(run, closed, closed.blamed_nodes)
     failed = failed_nodes(allocation) or ()
     proven: dict[str, NodeEvidence] = {}
-    silent = []
+    unreported = []
     for name in closed.blamed_nodes:
         lines = lines_about(closed.evidence, name)
         if name in broken or any(matches(line, "device") for line in lines):
@@ -130,38 +130,38 @@ def _proven(
         elif any(finding.check != "answer" for finding in _health(closed, run, name).of("fail")):
             proven[name] = "check"
         elif name in allocation.all_nodes[1:] and not reported_all(reported.get(name)):
-            silent.append(name)
-    unanswering = _unanswering(allocation, silent)
-    for name in silent:
-        if name in unanswering:
+            unreported.append(name)
+    unresponsive = _unresponsive(allocation, unreported)
+    for name in unreported:
+        if name in unresponsive:
             proven[name] = "no_answer"
         else:
-            log.info("%s is healthy for Slurm, and responds or no node does: not excluded", name)
+            log.info("not excluded: %s: healthy in Slurm, and it responds, or no node does", name)
     return proven
 
 
-def _unanswering(allocation: SlurmAllocation, names: Sequence[str]) -> set[str]:
+def _unresponsive(allocation: SlurmAllocation, names: Sequence[str]) -> set[str]:
     """Return the nodes of a job on which srun starts no process."""
     if not names:
         return set()
     # srun may fail everywhere: no answer is evidence only if this node gets one.
-    asked = [allocation.all_nodes[0], *names]
+    probed = [allocation.all_nodes[0], *names]
     from concurrent.futures import ThreadPoolExecutor
 
     def responds(name: str) -> bool:
         return allocation.client.responds(allocation.job_id, name)
 
     with ThreadPoolExecutor(16) as pool:
-        here, *answers = pool.map(responds, asked)
+        here, *answers = pool.map(responds, probed)
     return {name for name, answer in zip(names, answers, strict=True) if here and not answer}
 
 
 def exclude_failed(
     run: RunDir, failing: Mapping[str, NodeFault], cluster: str = ""
 ) -> list[ExcludedNode]:
-    """Record the nodes that an attempt lost; returns them.
+    """Record the failed nodes of an attempt; returns the records.
 
-    On a `cluster` of that name they count for the site's other runs too, but for what a drill did.
+    With the name of the Slurm `cluster`, other runs exclude them too, unless this is a drill.
     """
     longest = load(run.config).recipe.slurm.exclude_hours
     now = next_time(root_of(run))
@@ -182,7 +182,7 @@ def exclude_failed(
             try:
                 add_record(root_of(run), node, str(run.path))
             except StorageError as error:
-                log.warning("the exclusion of %s is not for other runs: %s", node.node, error)
+                log.warning("%s is excluded for this run only: %s", node.node, error)
     return new
 
 
@@ -248,20 +248,20 @@ def usable(state: str) -> bool:
 def slurm_failed(allocation: SlurmAllocation, states: Mapping[str, str]) -> list[str]:
     """Return the nodes whose state, in sinfo's long form, is evidence against them.
 
-    `*` and `unknown` are none while most nodes have them, as after a restart of slurmctld, nor of a
-    node of this job that starts a process.
+    `*` and `unknown` do not count while most nodes have them, as after a restart of slurmctld, nor
+    for a node of this job on which srun starts a process.
     """
     # A node that is drained, rebooted or powered down (`powering_down`) has not failed.
     failed = [name for name, state in states.items() if re.match(r"down|fail|error", state)]
-    silent = [
+    not_responding = [
         name
         for name, state in states.items()
         if name not in failed and re.match(r"unknown|.*\*$", state)
     ]
-    of_job = [name for name in silent if name in allocation.all_nodes]
-    if 2 * len(silent) < len(states):
-        failed += [name for name in silent if name not in of_job]
-    return [*failed, *_unanswering(allocation, of_job)]
+    of_job = [name for name in not_responding if name in allocation.all_nodes]
+    if 2 * len(not_responding) < len(states):
+        failed += [name for name in not_responding if name not in of_job]
+    return [*failed, *_unresponsive(allocation, of_job)]
 
 
 def failed_nodes(allocation: Allocation) -> list[str] | None:
@@ -303,9 +303,9 @@ def nodes_to_avoid(
             log.info("no spare node for %s: waiting until Slurm notices the loss", names)
             waits = True
         states = retry_unreachable(client.node_states)
-        # Slurm's messages to a node go through others: those that wait for a lost one are silent
-        # too (`allocated*`), until slurmctld asks them again.
-        for_now = any(_SILENT.match(states[name]) for name in {*states} - {*lost})
+        # Slurm's messages to a node go through others: nodes that wait for a lost one do not
+        # respond either (`allocated*`), until slurmctld asks them again.
+        for_now = any(_NOT_RESPONDING.match(states[name]) for name in {*states} - {*lost})
         if not for_now and not all(usable(states.get(name, "unknown")) for name in lost):
             return []
         if job_id is not None and all(client.responds(job_id, name) for name in lost):
@@ -317,7 +317,7 @@ def nodes_to_avoid(
 def requeue(client: SlurmClient, job_id: str) -> None:
     """Requeue this process's job; the caller must ignore the SIGTERM that comes with it.
 
-    Slurm takes a new ExcNodeList or start time of it from then on. Raises a SlurmError if Slurm
+    From then on Slurm accepts a new ExcNodeList or start time for it. Raises a SlurmError if Slurm
     refuses, or does not respond for some minutes.
     """
     try:
@@ -330,7 +330,7 @@ def requeue(client: SlurmClient, job_id: str) -> None:
 
 
 def delay(client: SlurmClient, job_id: str, seconds: float) -> None:
-    """Let a pending job start in some seconds or later."""
+    """Delay the start of a pending job by some seconds."""
     if seconds:
         retry_unreachable(lambda: client.delay(job_id, seconds))
         log.info("job %s waits at least %.0f s", job_id, seconds)

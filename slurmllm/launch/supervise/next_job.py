@@ -38,9 +38,8 @@ from slurmllm.launch.supervise.successor import LOCK_S, ensure_successor, restar
 
 CLOSE_S = 120.0  # for a run directory to be writable again, before the job leaves it to the next
 WRITABLE_S = 600.0  # for a run directory to be writable again, before a requeue
-# Between submissions of a successor that sbatch refuses: a limit on the user's jobs, or a partition
-# that takes none now, may pass.
-AHEAD_S = 30.0
+# Between submissions of a successor that sbatch refuses, such as for a limit on jobs
+RETRY_S = 30.0
 log = logging.getLogger(__name__)
 
 
@@ -52,8 +51,8 @@ class NextJob:
     stage: Stage
     config: RunConfig
     allocation: Allocation
-    _leaving: threading.Event = field(default_factory=threading.Event)
-    _ahead: threading.Thread | None = None
+    _retries_stopped: threading.Event = field(default_factory=threading.Event)
+    _retries: threading.Thread | None = None
 
     @property
     def _job(self) -> SlurmAllocation:
@@ -65,28 +64,28 @@ class NextJob:
         return self.stage == "train" and restart_of(self.run, self.allocation) == "chain"
 
     def submit_ahead(self) -> None:
-        """Submit the successor of this job if the site refuses requeues, if need be in a thread."""
+        """Submit the successor of this job if the site refuses requeues; a thread retries."""
         if not isinstance(self.allocation, SlurmAllocation) or not self.chained:
             return
-        if self._ahead is None and not self._submit_successor():
-            self._ahead = threading.Thread(target=self._retry_ahead, daemon=True)
-            self._ahead.start()
+        if self._retries is None and not self._submit_successor():
+            self._retries = threading.Thread(target=self._retry_submission, daemon=True)
+            self._retries.start()
 
-    def stop_ahead(self) -> None:
-        """End the retries, before the job leaves the run to its successor or cancels that."""
-        self._leaving.set()
-        if self._ahead is not None:
-            self._ahead.join()
+    def stop_retries(self) -> None:
+        """Stop the retries, before the successor takes over the run or is cancelled."""
+        self._retries_stopped.set()
+        if self._retries is not None:
+            self._retries.join()
 
-    def _retry_ahead(self) -> None:
-        while not self._leaving.wait(AHEAD_S) and not self._submit_successor():
+    def _retry_submission(self) -> None:
+        while not self._retries_stopped.wait(RETRY_S) and not self._submit_successor():
             pass
 
     def _submit_successor(self) -> bool:
         try:
             ensure_successor(self.run, self._job, self._script("train"), self._avoided_by_train())
         except SlurmllmError as error:
-            log.warning("no successor job yet, tried again in %.0f s: %s", AHEAD_S, error)
+            log.warning("no successor job yet; retrying in %.0f s: %s", RETRY_S, error)
             return False
         return True
 
@@ -146,14 +145,14 @@ class NextJob:
                 return closed
             before = excluded_names(client, self.run, self.config)
             if len(closed.blamed_nodes) == 1 and not gained(closed):
-                before += closed.blamed_nodes  # no evidence, but another node may be better
+                before += closed.blamed_nodes  # without evidence: another node may work
             # Slurm may not have noticed the loss yet and would start the job on the same nodes.
             script = self._script(self.stage) if lost or before else ""
             avoid = nodes_to_avoid(client, script, lost, before, job)
             if closed.action == "chain":
                 return self._chain(closed, avoid)
-            left = auto and self.stage == "train" and {*lost} & {*avoid}
-            if left and self._leave_nodes(closed, avoid):
+            without_lost = auto and self.stage == "train" and {*lost} & {*avoid}
+            if without_lost and self._submit_replacement(closed, avoid):
                 return self._changed(closed, action="chain")
             if self.stage == "precompile" and avoid:
                 # The train job depends on this one; it may not start on the same nodes either.
@@ -185,8 +184,8 @@ class NextJob:
         retry_unreachable(lambda: self._job.client.exclude(job, names))
         log.info("job %s excludes %s from now on", job, " ".join(names) or "no node")
 
-    def _leave_nodes(self, closed: AttemptRecord, avoid: Sequence[str]) -> bool:
-        """Submit another job, which continues the run at once; returns whether that succeeded.
+    def _submit_replacement(self, closed: AttemptRecord, avoid: Sequence[str]) -> bool:
+        """Submit another job that continues the run at once; returns whether that succeeded.
 
         A requeued job would wait until Slurm has noticed the loss of a node (SlurmdTimeout), and
         then until its credential has expired (cred_expire).
@@ -228,7 +227,7 @@ class NextJob:
         return closed
 
     def _successor(self, avoid: Sequence[str]) -> str | None:
-        """Make sure of the successor, against refusals for PATIENCE_S."""
+        """Submit the successor if there is none, with retries for PATIENCE_S; returns its id."""
         deadline = time.monotonic() + PATIENCE_S
         while True:
             try:
@@ -236,8 +235,8 @@ class NextJob:
             except SlurmError as error:
                 if time.monotonic() > deadline:
                     raise
-                log.warning("no successor job yet, tried again in %.0f s: %s", AHEAD_S, error)
-                time.sleep(AHEAD_S)
+                log.warning("no successor job yet; retrying in %.0f s: %s", RETRY_S, error)
+                time.sleep(RETRY_S)
 
     def _changed(self, closed: AttemptRecord, **changes: object) -> AttemptRecord:
         closed = closed.model_copy(update=changes)

@@ -1,4 +1,4 @@
-"""The notifications that a supervisor sends.
+"""Notifications of a run's events, by the user's command.
 
 A command is called by a thread when an attempt starts and when it ends. Nothing waits for it while
 the run has work to do; the supervisor's last act is to wait a few seconds for what is under way,

@@ -52,7 +52,7 @@ class NodeFault(NamedTuple):
 
     evidence: NodeEvidence
     reason: str
-    checks: tuple[str, ...] = ()  # that failed there
+    checks: tuple[str, ...] = ()  # health checks that failed
 
 
 HOUR_S = 3600.0
@@ -96,11 +96,11 @@ def decide(
         return _with_action(closed, "stop", message)
     limits = recipe.slurm
     streak = takewhile(lambda attempt: not gained(attempt), (closed, *reversed(earlier)))
-    # Of roll-backs see guard.max_roll_backs; `Slurm: the job is PREEMPTED` is none of the run's.
+    # guard.max_roll_backs limits divergences; `Slurm: the job is PREEMPTED` is not the run's fault.
     idle_attempts = [
         a for a in streak if a.ending != "divergence" and "PREEMPTED" not in str(a.evidence[:1])
     ]
-    idle, alike = len(idle_attempts), _not_helped(idle_attempts)
+    idle, alike = len(idle_attempts), _count_same_nodes(idle_attempts)
     if alike >= limits.no_progress_limit and closed.ending != "divergence":
         message = f"{alike} attempts in a row without a new checkpoint (slurm.no_progress_limit)"
         evidence = (message, f"the last one: {closed.ending}", *closed.evidence)
@@ -124,12 +124,14 @@ def decide(
     return closed.model_copy(update={"action": restart_mode, "backoff_s": backoff})
 
 
-def _not_helped(idle: Sequence[AttemptRecord]) -> int:
-    """Return how many attempts without a new checkpoint, the latest first, changed nothing.
+def _count_same_nodes(idle: Sequence[AttemptRecord]) -> int:
+    """Count the attempts that excluded no new node.
 
-    One that excluded a node gives the next one another: several bad nodes, each used for being
-    idle, must not end the run; the failure budget limits them. A node that is excluded again was
-    used as the job cannot start without it.
+    `idle`: those without a new checkpoint, latest first.
+
+    After an exclusion the next attempt has another node: several bad nodes, which Slurm allocates
+    because they are idle, must not end the run; the failure budget limits them. A node that is
+    excluded again was used because the job cannot start without it.
     """
     before: set[str] = set()
     count = 0
@@ -194,8 +196,8 @@ def lines_about(lines: Sequence[str], node: str) -> list[str]:
 def exclusion_hours(evidence: NodeEvidence, exclusions: int, longest: float) -> tuple[float, float]:
     """Return how long a run, and others, exclude a node, the `exclusions`-th time: 1 h, 4 h, …
 
-    A device error stays until somebody acts. What is only `repeated` or `slow` may be the fault of
-    what the run does on that rank, which the next run's start there shows.
+    A device error lasts until somebody repairs it. `repeated` and `slow` may be caused by the run's
+    own program, so other runs try the node again soon.
     """
     hours = min(4.0 ** min(exclusions - 1, 20), longest)
     if evidence in ("repeated", "slow"):

@@ -49,7 +49,7 @@ class Preparation:
     allocation: Allocation
     stop: StopCheck
     failed_nodes: set[str] = field(default_factory=set)  # of this job
-    _diagnosed: bool = False  # an earlier attempt of this job ran DCGM's diagnostic
+    _diagnosed: bool = False  # whether an earlier attempt of this job ran the DCGM diagnostic
     _sent_graphs: str = ""  # checksum of the graphs' archive that all nodes have
 
     def prepare(self, record: AttemptRecord, phases: PhaseSeconds) -> Ending | None:
@@ -87,7 +87,7 @@ class Preparation:
         started = time.monotonic()
         config = self.config
         if config.cluster.health.dcgm == "health" or self._diagnosed:
-            # Once a job: a restart within it must not wait for the diagnostic again.
+            # Once in a job: a restart must not wait for the diagnostic again.
             health = config.cluster.health.model_copy(update={"dcgm": "never"})
             config = replace(config, cluster=config.cluster.model_copy(update={"health": health}))
         self._diagnosed = True
@@ -164,7 +164,7 @@ def preflight_ending(
     """Return the ending if a node failed its checks.
 
     A check that fails on all of several nodes, or on all but one of many, is a fault of profile or
-    partition, as is a tool that the only node lacks: it blames none of them, and would fail again.
+    partition, as is a missing tool in a job of one node: no node is blamed.
     The shared file system is never a node's fault if all nodes fail with it.
     """
     failures = [(name, f) for name, health in nodes.items() for f in health.of("fail")]
@@ -199,9 +199,9 @@ def preflight_ending(
 
 
 def _is_common(failure: Finding, count: int, num_nodes: int) -> bool:
-    """Whether a check failed on all nodes, or on all but one of many: by a cause that they share.
+    """Whether a check failed on all nodes, or on all but one of many, by a cause that they share.
 
-    Three faults at once are less likely; but a connection may be lost to several nodes.
+    Three faulty nodes at once are less likely. But the connection to several nodes may be lost.
     """
     if num_nodes == 1:
         return failure.check == SHARED or "neither on $PATH" in failure.message

@@ -1,14 +1,15 @@
-"""Whether the loss after a resume says that its checkpoint is damaged.
+"""Detects a damaged checkpoint by the loss after a resume from it.
 
-A flipped bit of a weight has a valid header, size and, if it was flipped before the save, checksum:
-only the loss shows it. On record are 44 restarts from one bad copy, each with NaN in the third step
-(NVIDIA/Megatron-LM#5281). The limit is that of the run's own curve, of the rows up to the step of
-the checkpoint: the lowest of the first `_ROWS` losses must be further above the level than
+A checkpoint with a flipped bit in a weight has valid headers and sizes and, if the bit flipped
+before the save, a valid checksum: only the loss shows it. One run restarted 44 times from one bad
+copy, each time with NaN in the third step (NVIDIA/Megatron-LM#5281). The limit follows from the
+run's own curve up to the step of the checkpoint: the lowest of the first `_ROWS` losses must exceed
+the level by more than
 
-- twice what as many rows in a row ever were, in its spikes too,
-- ten times its noise, robustly,
-- a quarter of what the run has gained since its start, and of the level itself: other data, or a
-  new epoch, have another loss.
+- twice the highest such excess in the curve, its spikes included,
+- ten times its noise, as a robust standard deviation,
+- a quarter of the decrease since the run's start, and a quarter of the level: new data, or a new
+  epoch, change the loss.
 """
 
 from __future__ import annotations
@@ -34,14 +35,14 @@ from slurmllm.train.checkpoint.foreign import saved_steps
 
 log = logging.getLogger(__name__)
 
-_ROWS = 5  # that must all be too high; a spike of less is none of the checkpoint's
-_NAN_ROWS = 10  # after the resume, in which two in a row that are not finite count
+_ROWS = 5  # that must all be too high; a shorter spike is not the checkpoint's
+_NAN_ROWS = 10  # after the resume; two in a row that are not finite are a fault
 _LEVEL = 40  # rows whose median is the level
-_LEAST = 60  # rows before the resume, for a limit
-_MOST = 1000
-# Of a trainer that stops by itself before it prints the loss, as Megatron's rerun_state_machine;
+_MIN_ROWS = 60  # before the resume, for a limit
+_MAX_ROWS = 1000
+# Messages of trainers that stop before they print the loss, as Megatron's rerun_state_machine;
 # not `np.nan`, nor that NumPy has no 'NaN'
-_SAYS_NAN = re.compile(r"(?<![.`'\w])nan\b|not finite|non-finite", re.IGNORECASE)
+_NAN_MESSAGE = re.compile(r"(?<![.`'\w])nan\b|not finite|non-finite", re.IGNORECASE)
 
 
 def loss_fault(before: Sequence[float], after: Sequence[float]) -> str:
@@ -54,7 +55,7 @@ def loss_fault(before: Sequence[float], after: Sequence[float]) -> str:
     finite = [math.isfinite(loss) for loss in after[:_NAN_ROWS]]
     if any(not (here or following) for here, following in pairwise(finite)):
         return "the loss is not finite"
-    if len(after) < _ROWS or len(before) < _LEAST or not all(finite[:_ROWS]):
+    if len(after) < _ROWS or len(before) < _MIN_ROWS or not all(finite[:_ROWS]):
         return ""
     recent, lowest = before[-_LEVEL:], min(after[:_ROWS])
     level = statistics.median(recent)
@@ -68,13 +69,13 @@ def loss_fault(before: Sequence[float], after: Sequence[float]) -> str:
     if lowest <= limit:
         return ""
     return (
-        f"the loss is {lowest:.4g} or more in {_ROWS} rows, it was {level:.4g} before (limit "
-        f"{limit:.4g})"
+        f"the loss is at least {lowest:.4g} in {_ROWS} rows; before the resume it was {level:.4g} "
+        f"(limit {limit:.4g})"
     )
 
 
 class ResumeCheck:
-    """The check of the losses of an attempt that has resumed from a checkpoint."""
+    """Checks the losses of an attempt that has resumed from a checkpoint."""
 
     def __init__(self, run: RunDir, record: AttemptRecord) -> None:
         self.fault = ""  # what is wrong with the losses
@@ -82,42 +83,42 @@ class ResumeCheck:
         paths, curve = run.metrics_files(), dict[int, float]()
         for path in reversed(paths):
             with suppress(RunError, OSError):
-                rows = (row for row in last_rows(path, 4 * _MOST) if row["step"] <= self._step)
-                # A later attempt's row counts if several have made a step.
+                rows = (row for row in last_rows(path, 4 * _MAX_ROWS) if row["step"] <= self._step)
+                # Of a step in several attempts, the last one's row counts.
                 curve = _losses(rows) | curve
-            if len(curve) >= _MOST:
+            if len(curve) >= _MAX_ROWS:
                 break
         with suppress(RunError, OSError):
             curve |= _losses(row for path in paths[:1] for _, row in islice(read_rows(path), _ROWS))
         losses = [curve[step] for step in sorted(curve) if math.isfinite(curve[step])]
-        self._before = losses[:_ROWS] + losses[_ROWS:][-_MOST:]
-        self._is_over = False
+        self._before = losses[:_ROWS] + losses[_ROWS:][-_MAX_ROWS:]
+        self._is_finished = False
 
     def look(self, evidence: Sequence[str] = ()) -> str:
-        """Return what is wrong with the first losses, or what a failed trainer says of them."""
-        if self._is_over:
+        """Return what is wrong with the first losses, or a failed trainer's message about them."""
+        if self._is_finished:
             return self.fault
         rows = list[Row]()
         with suppress(RunError, OSError):
             rows += (row for _, row in islice(read_rows(self._path), _NAN_ROWS))
         if rows and rows[0]["step"] <= self._step:  # it did not resume
             return ""
-        self._is_over = len(rows) == _NAN_ROWS
+        self._is_finished = len(rows) == _NAN_ROWS
         fault = loss_fault(self._before, [*_losses(rows).values()])
-        if not fault and not self._is_over:
-            fault = next(filter(_SAYS_NAN.search, evidence), "")
+        if not fault and not self._is_finished:
+            fault = next(filter(_NAN_MESSAGE.search, evidence), "")
         self.fault = fault and f"after the resume from step {self._step}: {fault}"
         return self.fault
 
 
 def _losses(rows: Iterable[Row]) -> dict[int, float]:
-    """Return step → loss of the rows that have one; NaN stands for null."""
+    """Return step → loss of the rows that have one; null is NaN."""
     losses = {row["step"]: json_number(row["loss"]) for row in rows if "loss" in row}
     return {step: loss for step, loss in losses.items() if loss is not None}
 
 
 def resume_check_of(run: RunDir, config: RunConfig, record: AttemptRecord) -> ResumeCheck | None:
-    """Return the check of an attempt's losses; None if the run cannot go back, or has gone back."""
+    """Return the check of an attempt's losses; None if the run cannot go back, or already has."""
     if record.stage != "train" or not record.checkpoint_before:
         return None
     steps = usable_steps(run) if config.recipe.command is None else saved_steps(run, config)
@@ -146,4 +147,6 @@ def judge_resume(run: RunDir, record: AttemptRecord, ending: Ending, check: Resu
     except StorageError as error:
         log.warning("%s", error)
         return ending
-    return Ending("divergence", (f"{check.fault}; the run goes back one checkpoint, once",))
+    return Ending(
+        "divergence", (f"{check.fault}; the run resumes once from the checkpoint before",)
+    )

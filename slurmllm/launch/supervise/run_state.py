@@ -351,9 +351,9 @@ def start_command(run: RunDir) -> str:
         command += f" --nodes {nodes}" if nodes > 1 else ""
     with suppress(StorageError):
         sweep = SweepDir(run.path.parent)
-        for other in (*sweep.graph_runs(), *runs_of(sweep)):
-            with suppress(StorageError):  # of a damaged record: the others tell too
-                if (last := JobsRecord.of(other).last) is not None:
+        for sibling in (*sweep.graph_runs(), *runs_of(sweep)):
+            with suppress(StorageError):  # damaged: another run's record says it too
+                if (last := JobsRecord.of(sibling).last) is not None:
                     return f"{command} --local" if last.local else command
     return command
 

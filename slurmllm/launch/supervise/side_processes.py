@@ -1,8 +1,7 @@
-"""Child processes of the supervisor, of the lowest priority, for what must not touch the training.
+"""Child processes of the supervisor, at the lowest priority, whose failures do not affect training.
 
-They send metrics to trackers, show them to Prometheus, and have checkpoints evaluated. They read
-the run directory; nothing waits for them while the run has work to do, and nothing is lost with
-them.
+They send metrics to trackers, export them to Prometheus, and submit evaluations of checkpoints.
+They read the run directory. The supervisor waits for them only when the run has no more work.
 """
 
 from __future__ import annotations
@@ -24,20 +23,22 @@ from slurmllm.core.run.worker_files import diagnostic
 from slurmllm.core.slurm.client import wait_for
 from slurmllm.train.control.rendezvous import die_with_parent
 
-_LAST_STEPS_S = 15.0  # for trackers to get the last steps, when the nodes have no more work
-_SUBMISSION_S = 30.0  # for the last checkpoint's evaluation to be submitted
-_REMOVAL_S = 2.0  # for the process that Prometheus reads to remove its file
+# At the end of a run, for the last steps to be sent to trackers, the last checkpoint's evaluation
+# to be submitted, and the file with metrics to be removed
+_LAST_STEPS_S = 15.0
+_SUBMISSION_S = 30.0
+_REMOVAL_S = 2.0
 _POLL_S = 0.05
 
 log = logging.getLogger(__name__)
 
 
 class SideProcesses:
-    """The child processes of one job; those of an earlier attempt in it continue."""
+    """The child processes of one job; they continue from one attempt in it to the next."""
 
     def __init__(self, run: RunDir, config: RunConfig) -> None:
         self.run, self.config = run, config
-        self.children: dict[Path, subprocess.Popen[bytes]] = {}  # by log
+        self.children: dict[Path, subprocess.Popen[bytes]] = {}  # by log file
 
     def start(self, stage: Stage) -> None:
         recipe, cluster = self.config.recipe, self.config.cluster
@@ -73,10 +74,10 @@ class SideProcesses:
         done: bool = False,
         cancelled: Callable[[], object] = lambda: False,
     ) -> None:
-        """Have trackers get the last steps, and the last checkpoints evaluated.
+        """End the children, once the last steps are sent and the last evaluations submitted.
 
-        If requeued, the next attempt does. A local run that is done waits for its evaluations;
-        others leave them to the next attempt, or to Slurm.
+        If the run is requeued, the next attempt does that. A local run that is done waits for its
+        evaluations; others leave them to the next attempt, or to Slurm.
         """
         self._stop(self.run.exporter_log, _REMOVAL_S)
         patience_s = math.inf if local and done else _SUBMISSION_S

@@ -1,9 +1,9 @@
-"""The site's memory of bad nodes: what excluded a node in one run counts for the next ones.
+"""The site's excluded nodes: a node that one run excludes is excluded from other runs' new jobs.
 
-A node and a source of evidence (a run, a user, `health`) have a file of their own in `.nodes`
-beside the runs, written whole: no writer loses another's record, and none needs a lock. A record is
-an exclusion or the end of earlier ones. All records of this cluster together give the excluded
-nodes (`in_effect`), of which new jobs avoid a share of their partition at most (`within_share`).
+Each node and source of evidence (a run, a user, `health`) has a file of its own in `.nodes` of the
+runs folder, written whole: no writer loses another's record, and none needs a lock. A record is an
+exclusion, or ends earlier ones. All records of this cluster together give the excluded nodes
+(`in_effect`); new jobs avoid at most a share of their partition (`within_share`).
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from slurmllm.core.run.rundir import RunDir, node_records, read_all, storage_err
 from slurmllm.core.run.safe_files import read_limited, user_name
 from slurmllm.core.slurm.client import PartitionNode, SlurmClient
 
-# Of a partition's nodes, but one of two: more suspicions at a time are rather of what the nodes
-# share (switch, file system, profile), and false records must not empty a partition.
+# Of a partition's nodes (of two or three, one): more faults at a time are likelier to be in what
+# the nodes share (switch, file system, profile), and false records must not empty a partition.
 MAX_SHARE = 0.25
-LONGEST_S = 720 * 3600.0  # 30 days: no record counts for ever
+LONGEST_S = 720 * 3600.0  # 30 days
 MAX_RECORDS = 4096
 MAX_RECORD_BYTES = 1 << 16
-MAX_SKEW_S = 600.0  # of clocks: a later record would end, or outlive, all others
-# The checks that look at what `hardware` evidence is about.
+MAX_SKEW_S = 600.0  # of clocks: records of a later time are ignored
+# The checks that can end an exclusion by `hardware` evidence.
 DEVICE_CHECKS = ("devices", "device errors")
 _STRENGTH: Sequence[str | None] = (*get_args(NodeEvidence), None)
 
@@ -48,7 +48,7 @@ log = logging.getLogger(__name__)
 
 
 def read_records(root: Path) -> list[SiteNodeRecord]:
-    """Read the records of a runs folder, with their owners; those unreadable are left out."""
+    """Read the records of a runs folder, with their owners; unreadable ones are left out."""
     paths = sorted(node_records(root).glob("[!.]*.json"))[:MAX_RECORDS]
     records = read_all(_read, paths)
     if count := records.count(None):
@@ -66,14 +66,14 @@ def _read(path: Path) -> SiteNodeRecord | None:
 
 
 def next_time(root: Path) -> float:
-    """Return the time of a new record, after those there: clocks of machines differ."""
+    """Return the time of a new record, later than all others: clocks of machines differ."""
     return max([time.time(), *(record.since + 1e-3 for record in read_records(root))])
 
 
 def add_record(root: Path, record: SiteNodeRecord, source: str) -> None:
-    """Write a record in place of an equal one of this user and source; raises StorageError.
+    """Write a record; it replaces an equal one of this user and source. Raises StorageError.
 
-    One with other evidence stays: a weaker suspicion must not end a stronger one.
+    A record with other evidence stays: a weaker suspicion must not replace a stronger one.
     """
     folder = node_records(root)
     with storage_errors(f"cannot make {folder}"), suppress(FileExistsError):
@@ -89,16 +89,16 @@ def add_record(root: Path, record: SiteNodeRecord, source: str) -> None:
 
 
 def has_ended(exclusion: ExcludedNode, records: Iterable[SiteNodeRecord]) -> bool:
-    """Whether a later record ends an exclusion: a user's, or checks that looked at its cause.
+    """Whether a later record ends an exclusion: a user's, or a passed `health`.
 
-    That a node answers and passes is all that the weaker kinds of evidence question; no check
-    knows what a user knows, or how fast the node trains.
+    After `hardware` or `check`, it must include the checks concerned. No check can end what a user
+    recorded, or `slow`, which only training shows.
     """
     required = {*(DEVICE_CHECKS if exclusion.evidence == "hardware" else exclusion.checks)}
-    heals = exclusion.evidence not in ("user", "slow")
+    by_health = exclusion.evidence not in ("user", "slow")
     return any(
         record.kind == "cleared"
-        or (heals and record.kind == "healthy" and required <= {*record.checks})
+        or (by_health and record.kind == "healthy" and required <= {*record.checks})
         for record in records
         if record.node == exclusion.node and record.since > exclusion.since
         if exclusion.cluster in ("", record.cluster)
@@ -118,7 +118,7 @@ def in_effect(records: Sequence[SiteNodeRecord], cluster: str) -> list[SiteNodeR
 def within_share(
     nodes: Sequence[PartitionNode], records: Sequence[SiteNodeRecord], partition: str | None
 ) -> list[str]:
-    """Return those that a new job in a partition avoids: of its nodes, `MAX_SHARE` at most."""
+    """Return the nodes that a new job avoids: at most `MAX_SHARE` of its partition."""
     names = (partition or "").split(",")
     members = {n.name for n in nodes if (n.partition in names if partition else n.default)}
     limit = max(int(len(members) * MAX_SHARE), min(len(members) - 1, 1))
@@ -126,9 +126,9 @@ def within_share(
 
 
 def site_exclusions(client: SlurmClient, config: RunConfig, root: Path, run: RunDir) -> list[str]:
-    """Return the nodes that a run's next job avoids for the site's records, the strongest first.
+    """Return the nodes that the site excludes from a run's next job, strongest evidence first.
 
-    Without those that it includes. Empty if Slurm does not answer.
+    Nodes that the run includes are left out. Empty if Slurm does not respond.
     """
     if not (records := read_records(root)):
         return []
@@ -143,12 +143,12 @@ def site_exclusions(client: SlurmClient, config: RunConfig, root: Path, run: Run
         )
         return within_share(client.partition_nodes(), effective, partition)
     except SlurmError as error:
-        log.warning("the site's excluded nodes are not avoided: %s", error)
+        log.warning("ignoring the site's excluded nodes: %s", error)
         return []
 
 
 def site_rows(root: Path, client: SlurmClient) -> list[Json]:
-    """Return the excluded nodes of this cluster for JSON; `avoided`: by jobs of a partition."""
+    """Return the excluded nodes of this cluster for JSON; `avoided`: by new jobs of a partition."""
     if not (records := read_records(root)):
         return []
     effective = in_effect(records, client.cluster_name())
@@ -164,9 +164,9 @@ def site_rows(root: Path, client: SlurmClient) -> list[Json]:
 def change_by_user(
     root: Path, client: SlurmClient, lists: Sequence[str], reason: str = "", hours: float = 0.0
 ) -> list[SiteNodeRecord]:
-    """Exclude nodes, such as `n[1-4]`, for some hours, or end that with 0; returns the records.
+    """Exclude nodes, such as `n[1-4]`, for some hours; 0 ends their exclusion. Returns the records.
 
-    Raises a UserError if one is not in slurm.conf or, to end it, is not excluded.
+    Raises a UserError if a node is not in slurm.conf or, to end an exclusion, not excluded.
     """
     cluster = client.cluster_name()
     if not any(lists):
@@ -178,9 +178,9 @@ def change_by_user(
         else {r.node for r in in_effect(read_records(root), cluster)}
     )
     if unknown := [name for name in names if name not in candidates]:
-        kind = "nodes" if hours else "excluded nodes"
+        kind = "nodes of the cluster" if hours else "excluded nodes"
         listed = " ".join(sorted(candidates)) or "none"
-        raise UserError(f"{' '.join(unknown)}: not of the cluster's {kind}: {listed}")
+        raise UserError(f"{' '.join(unknown)} is not among the {kind}: {listed}")
     now = next_time(root)
     records = [
         SiteNodeRecord(
@@ -202,7 +202,7 @@ def change_by_user(
 def end_by_health(
     root: Path, cluster: str, nodes: Mapping[str, NodeHealth]
 ) -> Iterator[tuple[SiteNodeRecord, bool]]:
-    """Record the nodes that passed `health`; yields their exclusions and whether that ends them."""
+    """Record which excluded nodes passed `health`; yields each exclusion and whether it ended."""
     now = next_time(root)
     for record in in_effect(read_records(root), cluster):
         health = nodes.get(record.node)
@@ -212,6 +212,6 @@ def end_by_health(
         update = {"kind": "healthy", "checks": passed, "since": now, "run": None}
         end = record.model_copy(update=update)
         if ended := has_ended(record, [end]):
-            # Of other checks, another file: this one ends what those did not look at.
+            # A file for each set of checks: a record of other checks must not replace this one.
             add_record(root, end, f"health {passed}")
         yield record, ended

@@ -1,8 +1,8 @@
-"""Ranks that are slower than others with the same work, by what heartbeats have of their steps.
+"""Finds ranks that are slower than others with the same work, by the times in their heartbeats.
 
-All ranks need as long for a step as the slowest, for which the others wait. Workers therefore
-measure what they do without waiting, and the supervisor compares it among the ranks of a pipeline
-stage, by medians and over most of the last windows.
+All ranks take as long for a step as the slowest, as the others wait for it. Workers therefore
+measure their time without waits, and the supervisor compares the medians of the ranks of a pipeline
+stage over the last windows.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from slurmllm.plan.mesh import load_mesh
 # Equal GPUs differ by 8 % in the time of a product (Sinha et al. 2022, "Not All GPUs Are Created
 # Equal", SC22). `tools/benchmarks/slow_ranks.py` shows the false alarms with both limits.
 MIN_RATIO = 1.15
-# If ranks differ more, such as on a mix of nodes: robust standard deviations of the logarithm.
+# Of the logarithm, as robust standard deviations: applies if ranks differ more, as on mixed nodes.
 MIN_DEVIATIONS = 4.5
 EXCEPTIONS = 2  # windows that may differ from the others
 
 
 class SlowRanks:
-    """The comparison of one attempt's ranks, of which windows of `window_s` are known."""
+    """Compares the ranks of one attempt over windows of `window_s` seconds."""
 
     def __init__(self, run: RunDir, record: AttemptRecord, window_s: float) -> None:
         self._run, self._record, self._window_s = run, record, window_s
@@ -35,13 +35,13 @@ class SlowRanks:
         self.slow: dict[int, SlowRank] = {}
 
     def update(self, phases: Mapping[int, WorkerPhase]) -> list[SlowRank]:
-        """Take new heartbeats; returns the ranks that are slow from now on."""
+        """Read new heartbeats; returns the ranks that have become slow."""
         windows, before = self._windows, self.slow
         compared = max(windows, default=0)
         for rank, phase in phases.items():
             if phase.own_s > 0:
                 windows.setdefault(phase.window, {})[rank] = phase.own_s
-        # When the first rank reports a window, all have reported those before.
+        # Once one rank reports a window, all have reported the windows before it.
         *numbers, newest = sorted(windows)[-1 - COMPARED_WINDOWS :] or [compared]
         if newest == compared or len(numbers) < COMPARED_WINDOWS:
             return []
@@ -81,9 +81,9 @@ def read_slow_ranks(run: RunDir, record: AttemptRecord) -> tuple[SlowRank, ...] 
 def find_slow(
     windows: Iterable[Mapping[int, float]], slow_before: Iterable[int] = ()
 ) -> dict[int, float]:
-    """Return the ranks that are slow, with the median ratio to the median of all.
+    """Return slow rank → median of its ratios to the median of all ranks.
 
-    `windows` are the last ones: rank → seconds, of ranks with equal work.
+    `windows`: rank → seconds in each of the last windows, of ranks with equal work.
     """
     ratios: dict[int, list[float]] = {}
     for times in windows:
@@ -97,7 +97,7 @@ def find_slow(
     limit = max(MIN_RATIO, math.exp(MIN_DEVIATIONS * deviation))
     slow = {}
     for rank, values in ratios.items():
-        # Most windows must be above the limit to begin with, and below it to end.
+        # A rank becomes slow, or normal again, if most windows say so.
         index = -1 - EXCEPTIONS if rank in slow_before else EXCEPTIONS
         if len(values) >= COMPARED_WINDOWS - EXCEPTIONS and sorted(values)[index] > limit:
             slow[rank] = median(values)

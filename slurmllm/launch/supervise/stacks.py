@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from slurmllm.core.format import format_ranks
-from slurmllm.core.run.rundir import AttemptDir, read_ranks
+from slurmllm.core.run.rundir import AttemptDir, read_rank_files
 from slurmllm.core.run.safe_files import read_limited
 
 # Frames as faulthandler and py-spy print them.
@@ -66,7 +66,7 @@ def read_locations(attempt: AttemptDir) -> dict[int, StackLocation]:
 
 def read_stacks(attempt: AttemptDir) -> dict[int, str]:
     """Return the dumps of the workers' stacks that can be read, by rank."""
-    return read_ranks(attempt.stacks, lambda path: read_limited(path).decode(errors="replace"))
+    return read_rank_files(attempt.stacks, lambda path: read_limited(path).decode(errors="replace"))
 
 
 def stack_location(dump: str) -> StackLocation:
@@ -116,12 +116,14 @@ def outliers(locations: Mapping[int, StackLocation]) -> tuple[int, ...]:
 def stack_lines(
     locations: Mapping[int, StackLocation], missing: Sequence[int] = ()
 ) -> tuple[str, ...]:
-    """Return a line for each location, with its ranks: first the outliers' or `missing` ones'."""
+    """Return a line for each location with its ranks, `missing` ranks or outliers first."""
     first = [rank for rank in missing if rank in locations] or outliers(locations)
-    alike: dict[tuple[bool, str], list[int]] = defaultdict(list)
+    ranks_by_line: dict[tuple[bool, str], list[int]] = defaultdict(list)
     for rank, location in sorted(locations.items()):
-        alike[rank in first, _PROCESS.sub("", location.text)].append(rank)
-    groups = sorted(alike.items(), key=lambda item: (item[0][0], len(item[1])), reverse=True)
+        ranks_by_line[rank in first, _PROCESS.sub("", location.text)].append(rank)
+    groups = sorted(
+        ranks_by_line.items(), key=lambda item: (item[0][0], len(item[1])), reverse=True
+    )
     return tuple(f"{format_ranks(ranks)}: {text}" for (_, text), ranks in groups[:5])
 
 

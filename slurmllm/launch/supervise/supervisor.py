@@ -43,7 +43,7 @@ from slurmllm.launch.supervise.attempts import ending_of_orphaned, incarnation, 
 from slurmllm.launch.supervise.classify import LAUNCH_ENDINGS, Ending, classify
 from slurmllm.launch.supervise.evidence import gather_evidence
 from slurmllm.launch.supervise.exclusion import (
-    SURMISED,
+    UNPROVEN,
     drain,
     exclude_failed,
     excluded_names,
@@ -105,7 +105,7 @@ class Supervisor:
             avoided = self._avoided(allocation)
             allocation.nodes = allocation.choose((), used, avoided)
             if names := " ".join(name for name in avoided if name in allocation.nodes):
-                log.warning("excluded, but of this job and without a spare node: %s", names)
+                log.warning("using excluded nodes, without a spare node: %s", names)
         self.next_job = NextJob(run, stage, self.config, allocation)
         self._failing: dict[str, NodeFault] = {}  # nodes to exclude after the last attempt
         self._next_nodes: NodeNames = ()
@@ -243,7 +243,7 @@ class Supervisor:
         return chosen
 
     def _avoided(self, allocation: SlurmAllocation) -> list[str]:
-        """Return the excluded nodes of this job, which spare nodes replace as far as they can."""
+        """Return the excluded nodes in this job; spare nodes replace as many as they can."""
         with suppress(StorageError):  # a damaged record: the requeue reports it
             names = excluded_names(allocation.client, self.run, self.config)
             return [name for name in names if name in allocation.all_nodes]
@@ -340,7 +340,7 @@ class Supervisor:
 
     def _act(self, closed: AttemptRecord) -> int:
         """Carry out the action of a closed attempt; returns the exit code."""
-        self.next_job.stop_ahead()
+        self.next_job.stop_retries()
         if closed.action not in RETURNS:
             if closed.ending != "superseded" and self.next_job.chained:
                 cancel_successor(self.run, self.allocation)
@@ -352,7 +352,7 @@ class Supervisor:
         if isinstance(self.allocation, SlurmAllocation) and self.allocation.requeues:
             closed = self.next_job.return_to_queue(
                 closed,
-                [name for name, fault in self._failing.items() if fault.evidence not in SURMISED],
+                [name for name, fault in self._failing.items() if fault.evidence not in UNPROVEN],
             )
             return EXIT_REQUEUE if closed.action in RETURNS else exit_code_of(closed)
         # A requeued job waits in Slurm's queue, a local run here.

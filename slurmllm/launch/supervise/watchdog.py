@@ -201,7 +201,7 @@ class Watchdog:
 
     @property
     def phases(self) -> Mapping[int, WorkerPhase]:
-        """The phases of the ranks that show them, as last read."""
+        """Rank → phase, as last read."""
         return self._phases
 
     def look(self) -> HangRecord | None:

@@ -325,7 +325,7 @@ class Workers:
         return superseded
 
     def collect_dumps(self) -> None:
-        """Store what the ranks recorded of their collectives, also before a time-out."""
+        """Store the ranks' recordings of their collectives."""
         collect_dumps(self.attempt, {**os.environ, **self.variables}, self.record.started_at)
 
     def dump_stacks(self, heartbeats: Heartbeats) -> None:

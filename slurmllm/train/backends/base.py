@@ -99,9 +99,9 @@ class Backend(ABC):
         """
         return ReadMark() if self.deferred_metrics else time.perf_counter()
 
-    # Marks of begin and end of what the last step computed forward, without a wait for other
-    # workers in it; empty if it is not known.
-    forwards: Sequence[tuple[Any, Any]] = ()
+    # Marks of the begin and end of forward passes in the last step that wait for no other worker;
+    # empty if not measured.
+    forward_marks: Sequence[tuple[Any, Any]] = ()
 
     # A context that annotates a part of a step, such as `forward`; the profiler's own while a step
     # is profiled, else one that does nothing.

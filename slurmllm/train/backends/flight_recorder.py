@@ -1,6 +1,6 @@
-"""Dumps of torch's Flight Recorder on request, for groups without NCCL.
+"""Dumps of torch's Flight Recorder on request, for process groups without NCCL.
 
-NCCL's monitor answers its launcher's requests itself, with a pipe that takes the place of this one.
+With NCCL, torch's monitor thread answers the requests itself, on a pipe that replaces this one.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from slurmllm.train.model.private_names import FLIGHT_RECORDER
 
 
 def answer_requests(rank: int) -> None:
-    """Have a thread dump what was recorded whenever something is written to this rank's pipe."""
+    """Start a thread that writes a dump whenever it reads something from this rank's pipe."""
     pipe, dump = dump_prefixes(os.environ)
     if not pipe or not dump or FLIGHT_RECORDER.missing():
         return

@@ -25,16 +25,16 @@ _ZIP_ENDS = (_ZIP_END, b"PK\x06\x06")  # also above 4 GiB
 _ENTRY = 46  # bytes of an entry of the table of contents without its name
 _END = 22  # bytes of the archive's end
 _DESCRIBED = 8  # flag of a member whose sizes follow it, in 16 or 24 bytes
-_SUMMED = 1 << 20  # bytes up to which a member's checksum is always compared: the pickle's
+_SMALL = 1 << 20  # bytes of a member whose checksum is always compared, such as the pickle's
 _BLOCK = 1 << 22
 
 
 class DamagedError(Exception):
-    """What shows that a file of a checkpoint cannot be loaded."""
+    """A file of a checkpoint is damaged and cannot be loaded."""
 
 
 class FilePart(RawIOBase):
-    """A part of a file, as one of its own."""
+    """A section of a file that can be read as a file."""
 
     def __init__(self, stream: BinaryIO, offset: int, length: int) -> None:
         self._stream, self._offset, self._length, self._at = stream, offset, length, 0
@@ -64,15 +64,15 @@ def check_archive(stream: BinaryIO, offset: int, length: int, full: bool = False
     """
     archive_part = cast(BinaryIO, FilePart(stream, offset, length))
     head = archive_part.read(len(_ZIP))
-    begins = head == _ZIP
+    has_start = head == _ZIP
     archive_part.seek(max(length - _END, 0))
-    ends = archive_part.read(_END).startswith(_ZIP_END)
+    has_end = archive_part.read(_END).startswith(_ZIP_END)
     if not head.strip(b"\0"):  # what was never written reads as zeros
         raise DamagedError("its first bytes are zeros" if head else "it is empty")
-    if not begins and not ends:
+    if not has_start and not has_end:
         return False
-    if begins != ends:
-        raise DamagedError("it is cut off" if begins else "its first bytes are damaged")
+    if has_start != has_end:
+        raise DamagedError("it is cut off" if has_start else "its first bytes are damaged")
     try:
         _check_members(archive_part, full)
     except (
@@ -94,9 +94,9 @@ def _check_members(archive_part: BinaryIO, full: bool) -> None:
                 raise DamagedError(f"bytes {end:,} to {begin:,} are in no table of contents")
             if member is None:
                 break
-            with archive.open(member) as content:  # compares the header, at the end the sum
+            with archive.open(member) as content:  # checks the header and, once read, the checksum
                 end = archive_part.tell() + member.compress_size  # it is read up to the content
-                if has_sums and (full or member.file_size <= _SUMMED):
+                if has_sums and (full or member.file_size <= _SMALL):
                     while content.read(_BLOCK):
                         pass
             if member.compress_type == zipfile.ZIP_STORED and member.volume | (

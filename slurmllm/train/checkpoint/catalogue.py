@@ -165,9 +165,9 @@ def missing_checkpoint_messages(
 ) -> list[str]:
     """Return a line for each recorded checkpoint after `step` that is not in `steps`."""
     return [
-        f"step {other}: saved {format_time(saves[other])} and gone; its steps are recomputed"
-        for other in sorted(saves, reverse=True)
-        if other > step and other not in steps
+        f"step {lost}: saved {format_time(saves[lost])} and gone; its steps are recomputed"
+        for lost in sorted(saves, reverse=True)
+        if lost > step and lost not in steps
     ]
 
 
@@ -235,8 +235,8 @@ def find_checkpoint(name: str, root: Path, trainers: bool = False) -> RunDir | P
     """Find a checkpoint by its folder, or as RUN, RUN@latest or RUN@STEP.
 
     Returns the folder; for RUN and RUN@latest the run, whose newest checkpoint the caller verifies.
-    Raises a RunError if there is none of that name, or it is of a trainer of another project;
-    `trainers`: whether RUN may be of one.
+    Raises a RunError if there is none of that name, or RUN is of another project's trainer, unless
+    `trainers` allows that.
     """
     path = Path(name)
     if path.is_dir() and not is_run(path) and not is_run(root / name):

@@ -155,7 +155,7 @@ def remove_old(
         for entry in list_trainer_checkpoints(run, command)
         if entry.complete and entry.changed_at >= begin and folder in entry.path.resolve().parents
     ]
-    # What a resume would pass over takes nobody's place; by sizes and headers, without waiting.
+    # A broken checkpoint is none of the `keep`. Only sizes and headers are checked: that is quick.
     first, left = len(complete), keep + (command.completion_file is None)
     while first and left:
         first -= 1

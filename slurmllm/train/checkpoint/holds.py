@@ -1,4 +1,4 @@
-"""Evaluations beside training: their records, and the checkpoints that they have not read yet."""
+"""Records of evaluations during training, and the checkpoints that are kept for them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def read_evaluations(run: RunDir) -> list[CheckpointEvaluation]:
     """Return the evaluations of a run's checkpoints by step, of removed ones too."""
     records = []
     for path in sorted(run.evaluating(0).parent.glob("*.json")):
-        with suppress(StorageError):  # made again, by the next look at the checkpoints
+        with suppress(StorageError):  # the evaluator writes it again
             records.append(CheckpointEvaluation.load(path))
     return records
 
@@ -36,12 +36,13 @@ def save_evaluation(run: RunDir, record: CheckpointEvaluation, **changes: Any) -
 def held_steps(
     run: RunDir, config: EvaluateConfig | None, saved_at: Mapping[int, float]
 ) -> set[int]:
-    """Return the steps, of those with the Unix time of a checkpoint, that are yet to be read.
+    """Return the steps whose checkpoints still wait for their evaluation.
 
-    A hold ends by itself, `hold_hours` after the save: a queue that is full must not fill the disk.
+    `saved_at`: step → Unix time of the save, s. A checkpoint is kept for at most `hold_hours` after
+    it: a full queue must not fill the disk.
     """
     if config is None:
         return set()
     since = time.time() - config.hold_hours * 3600
-    settled = {(record.step, record.saved_at) for record in read_evaluations(run) if record.settled}
-    return {step for step, saved in {*saved_at.items()} - settled if saved > since}
+    finished = {(r.step, r.saved_at) for r in read_evaluations(run) if r.finished}
+    return {step for step, saved in {*saved_at.items()} - finished if saved > since}

@@ -1,11 +1,11 @@
-"""A process of its own that reads DCP's `.metadata`: the files and entries that it lists.
+"""Reads DCP's `.metadata`, the files and entries that it lists, in a process of its own.
 
     python -I pickle_process.py PATH
 
 It prints ["files", {name: [[offset, length], …]}], ["damaged", …] or ["unknown", …].
-Nothing that the pickle names is imported or called. What a hostile one can still do, ask for memory
-and time, is limited for the process. The unpickler in C is a hundred times as fast as that of
-`formats.pickles`, and a `.metadata` may have hundreds of MB.
+Nothing that the pickle names is imported or called, and the memory and time of the process are
+limited. The unpickler in C is a hundred times as fast as that of `formats.pickles`, and a
+`.metadata` may have hundreds of MB.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ class _AnyObject:
         self.state = state
 
 
-class _PlaceReader(pickle.Unpickler):
+class _MetadataReader(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         """Return a container, or an empty class of that name."""
         containers = {"torch.Size": tuple, "collections.OrderedDict": OrderedDict}
         return containers.get(f"{module}.{name}") or type(name, (_AnyObject,), {})
 
 
-def _places(path: Path) -> dict[str, list[tuple[int, int]]]:
+def _read_entries(path: Path) -> dict[str, list[tuple[int, int]]]:
     with path.open("rb") as stream:
-        metadata = _PlaceReader(stream).load()
+        metadata = _MetadataReader(stream).load()
     stored = metadata.state["storage_data"]
     if "StorageInfo" not in str([*stored.values()][:1]):  # torch's own class
         raise NotImplementedError("its structure is not torch's")
@@ -65,10 +65,10 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
     answer: tuple[str, Any]
     try:
-        answer = "files", _places(Path(sys.argv[1]))
+        answer = "files", _read_entries(Path(sys.argv[1]))
     except (OSError, MemoryError, NotImplementedError) as error:
         answer = "unknown", str(error) or "no memory was left"
-    except Exception as error:  # of damaged bytes anything
+    except Exception as error:  # damaged bytes may raise anything
         answer = "damaged", f"{error!r:.200}"
     json.dump(answer, sys.stdout)
 

@@ -1,8 +1,8 @@
-"""The checkpoint that a trainer of another project resumes from: the newest that verifies.
+"""Selects the checkpoint from which another project's trainer resumes: the newest that verifies.
 
-One whose resume spoiled the loss is passed over as well. A trainer that finds the newest by itself
-gets the chosen one by its tracker, the file that names it, or finds no newer one: broken ones are
-moved into the run's `set_aside`. Nothing is deleted.
+A checkpoint that made the loss wrong after a resume is passed over too. For a trainer that looks
+for the newest checkpoint itself, its tracker (the file that names the newest) is rewritten; without
+one, broken newer checkpoints are moved into the run's `set_aside`. Nothing is deleted.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from slurmllm.train.checkpoint.foreign import TrainerCheckpoint, list_trainer_ch
 from slurmllm.train.checkpoint.verification import VERIFY_S, verify_checkpoint
 
 # NVIDIA/Megatron-LM megatron/training/checkpointing.py (get_checkpoint_tracker_filename); others
-# hold a folder's name, as deepspeedai/DeepSpeed deepspeed/runtime/engine.py (load_checkpoint).
+# contain a folder's name, as deepspeedai/DeepSpeed deepspeed/runtime/engine.py (load_checkpoint).
 _WITH_STEP = "latest_checkpointed_iteration.txt"
 
 
@@ -39,9 +39,9 @@ def select_checkpoint(
         if not entry.complete and (command.names_checkpoint or command.completion_file):
             continue
         faults: Sequence[str] = [
-            f"attempt {other.attempt}: {other.reason}"
-            for other in rejected
-            if entry.step >= other.onset and entry.changed_at <= other.until
+            f"attempt {rejection.attempt}: {rejection.reason}"
+            for rejection in rejected
+            if entry.step >= rejection.onset and entry.changed_at <= rejection.until
         ]
         if not faults and command.verify:
             faults = _faults(run, command, entry, entries, until)
@@ -64,15 +64,15 @@ def _faults(
     tracker, _ = _tracker(run, command, entry.step, entry.path)
     if tracker is None or faults or is_listed:
         return faults
-    # A trainer writes the tracker last, and only that shows that no file is missing.
-    named = tracker, _read(tracker)
-    if any(other.complete and _tracker(run, command, *other[:2]) == named for other in older):
-        faults = (f"{tracker.name} names {named[1]}, and no list shows that all files are there",)
+    # A trainer writes the tracker last: without a list of files, only it shows that all are there.
+    stored = tracker, _read(tracker)
+    if any(_tracker(run, command, *old[:2]) == stored for old in older if old.complete):
+        faults = (f"{tracker.name} still names {stored[1]}, so files may be missing here",)
     return faults
 
 
 def _tracker(run: RunDir, command: CommandConfig, step: int, path: Path) -> tuple[Path | None, str]:
-    """Return the tracker of a checkpoint, by its name if the recipe has none, and its text."""
+    """Return the path and content of a checkpoint's tracker, found by its name if not set."""
     if command.tracker is not None:
         name = fill(command.tracker, {"run": run.path, "checkpoint": path})
         tracker: Path | None = Path(command.folder or "/", name)
@@ -100,8 +100,8 @@ def use_checkpoint(run: RunDir, command: CommandConfig, record: AttemptRecord) -
         if record.passed_over:
             lines = "".join(f"\n  {entry}" for entry in record.passed_over)
             raise CheckpointError(
-                f"none of the checkpoints verifies:{lines}\nrestore one of them, or move them away "
-                "to start again from step 0; command.verify=false takes them as they are"
+                f"none of the checkpoints verifies:{lines}\nrestore one of them, or move all away "
+                "to start again from step 0; command.verify=false uses them unverified"
             )
         return record
     path = Path(record.checkpoint_path)
@@ -121,7 +121,7 @@ def use_checkpoint(run: RunDir, command: CommandConfig, record: AttemptRecord) -
 
 
 def _set_aside(run: RunDir, attempt: int, entry: PassedOver) -> PassedOver:
-    """Move a checkpoint where its trainer does not look; none that is not this run's own."""
+    """Move a checkpoint where its trainer does not look, if it is in the run's directory."""
     path, folder = Path(entry.path), run.path.resolve()
     if folder not in path.resolve().parents:
         more = f"; not moved, as it is not in {folder}: its trainer may take it"

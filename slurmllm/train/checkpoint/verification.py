@@ -1,14 +1,14 @@
-"""Whether another project's checkpoint can be loaded, by its format: in seconds, without torch.
+"""Verifies another project's checkpoint by its format, in seconds and without torch.
 
-Looked at are names, sizes and headers, by many threads, for a limited time. Known formats:
+Many threads check names, sizes and headers, for a limited time. Known formats:
 
 - torch.distributed.checkpoint (DCP): `.metadata` lists the entries of all shards;
 - safetensors, with an index or without; archives of torch.save, not those before torch 1.6;
 - Megatron's `metadata.json`, which names its backends; trainers' states that are JSON;
 - files that are numbered by ranks (DeepSpeed, Megatron, Hugging Face): no number is missing.
 
-CAUTION: what has no checksum can change unseen: a bit of a tensor, a letter of a name in a table.
-So can a file that no format lists (`optimizer.pt`) be missing, or be another whole one.
+CAUTION: without a checksum, a changed bit of a tensor or letter of a name is not detected; nor is a
+file that no format lists (`optimizer.pt`), if it is missing or belongs to another checkpoint.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from slurmllm.core.run.safe_files import open_regular, os_error_text, read_limit
 from slurmllm.train.checkpoint import pickle_process
 from slurmllm.train.checkpoint.archive_checks import DamagedError, check_archive
 
-VERIFY_S = 30.0  # for all checkpoints that are looked at before a start
+VERIFY_S = 30.0  # for all checkpoints that are checked before a start
 FULL_S = 86_400.0  # to read a whole one, when a user asks for it
 _THREADS = 16
-_MOST_FILES = 100_000
-_MOST_FAULTS = 4  # that are named
+_MAX_FILES = 100_000
+_MAX_FAULTS = 4  # that are named
 _INDEX = ".safetensors.index.json"
 _RANK = re.compile(r"(?:rank_?|rng_state_)(\d+)")
-# The file that a backend needs, by what Megatron's metadata.json names as such:
+# The file that each backend named in Megatron's metadata.json needs:
 # megatron/core/dist_checkpointing/strategies/{torch,common}.py
 _BACKENDS = {
     ("sharded_backend", "torch_dist"): ".metadata",
@@ -47,7 +47,7 @@ _BACKENDS = {
 }
 
 
-# What a file cannot be read for now, or by us: not damage.
+# Errors of reading that are temporary or a limit of ours: no damage.
 _PASSING = (errno.EFBIG, errno.ESTALE, errno.ETIMEDOUT)
 
 
@@ -56,7 +56,7 @@ class _UnverifiedError(Exception):
 
 
 class Verification(NamedTuple):
-    """What is wrong with a checkpoint, one line each, and what could not be seen."""
+    """What is wrong with a checkpoint, and what could not be checked, one line each."""
 
     faults: tuple[str, ...]
     unverified: tuple[str, ...]
@@ -86,34 +86,34 @@ def verify_checkpoint(path: Path, until: float, full: bool = False) -> Verificat
 
     checks: dict[str, Callable[..., Any]] = {}
     for name in files:
-        # Of a path without files around it the user says that it is a checkpoint.
-        default = None if folder == path else _torch
+        # A checkpoint that is one file is checked whatever its name.
+        default = None if folder == path else _check_torch_file
         matches = (check for pattern, check in _CHECKS if pattern.fullmatch(Path(name).name))
         if (check := next(matches, default)) is not None:
-            checks[name] = partial(check, full=full) if check is _torch else check
+            checks[name] = partial(check, full=full) if check is _check_torch_file else check
     for name in (name for name in files if Path(name).name == ".metadata"):
         for shard, entries in (run(name, partial(_read_metadata, until=until)) or {}).items():
-            check = partial(_torch, full=full, until=until, entries=entries)
+            check = partial(_check_torch_file, full=full, until=until, entries=entries)
             checks[str(Path(name).parent / shard)] = check
     if not (checks or faults or unverified):
         unverified.append("no file has a known format")
     with ThreadPoolExecutor(_THREADS) as pool:
         list(pool.map(run, checks, checks.values()))
-    if len(faults) > _MOST_FAULTS:
-        faults = [*sorted(faults)[:_MOST_FAULTS], "and more"]
+    if len(faults) > _MAX_FAULTS:
+        faults = [*sorted(faults)[:_MAX_FAULTS], "and more"]
     is_listed = folder != path or any(name.endswith((_INDEX, ".metadata")) for name in files)
     return Verification(tuple(faults), tuple(unverified), is_listed)
 
 
 def _files(folder: Path) -> list[str]:
     paths = (Path(base, name) for base, _, names in os.walk(folder) for name in names)
-    return [str(file.relative_to(folder)) for file in islice(paths, _MOST_FILES)]
+    return [str(file.relative_to(folder)) for file in islice(paths, _MAX_FILES)]
 
 
 def _missing_ranks(files: Iterable[str]) -> Iterator[str]:
-    """Yield the files that are missing between those of other ranks, of which most are there.
+    """Yield the missing files of ranks, if most ranks have one.
 
-    Else it is a name's own number (`adapter_rank8`), or some ranks save for others.
+    Else the number is part of a name (`adapter_rank8`), or some ranks save for others.
     """
     ranks: dict[tuple[str, str], set[int]] = defaultdict(set)
     for name in files:
@@ -123,7 +123,7 @@ def _missing_ranks(files: Iterable[str]) -> Iterator[str]:
         if 2 * len(numbers) > max(numbers) + 1:
             missing = (rank for rank in range(max(numbers)) if rank not in numbers)
             yield from (
-                f"{begin}{rank}{end} is missing" for rank in islice(missing, _MOST_FAULTS + 1)
+                f"{begin}{rank}{end} is missing" for rank in islice(missing, _MAX_FAULTS + 1)
             )
 
 
@@ -145,7 +145,7 @@ def _read_metadata(path: Path, until: float) -> dict[str, list[list[int]]]:
     return cast(dict[str, list[list[int]]], answer)
 
 
-def _torch(
+def _check_torch_file(
     path: Path, full: bool, until: float = 0.0, entries: Iterable[Sequence[int]] = ()
 ) -> None:
     """Check a file of torch.save, or the entries of a shard of DCP that it has written."""
@@ -156,13 +156,13 @@ def _torch(
             raise DamagedError(f"it has {size:,} bytes, its entries need {needed:,}")
         for offset, length in entries or [(0, size)]:
             if entries and time.monotonic() > until:
-                raise _UnverifiedError("no time was left for its entries")
+                raise _UnverifiedError("the time limit was reached before its entries were checked")
             if not check_archive(cast(BinaryIO, stream), offset, length, full) and not entries:
-                raise _UnverifiedError("it is no archive of torch.save")
+                raise _UnverifiedError("it is not an archive of torch.save")
 
 
-def _shard(path: Path) -> None:
-    """Check that a shard of DCP, which may be empty, has a list of its entries."""
+def _check_shard(path: Path) -> None:
+    """Check that a shard of DCP, which may be empty, has a `.metadata` in its folder."""
     path.with_name(".metadata").stat()
 
 
@@ -178,18 +178,18 @@ def _tensor_names(path: Path) -> set[str]:
         raise DamagedError(str(error)) from error
 
 
-def _index(path: Path) -> None:
+def _check_index(path: Path) -> None:
     """Check the files of safetensors against their index."""
     listed: dict[str, str] = json.loads(read_limited(path))["weight_map"]
     stored = {
         (name, file) for file in {*listed.values()} for name in _tensor_names(path.parent / file)
     }
     for name, file in sorted(stored ^ {*listed.items()})[:1]:
-        raise DamagedError(f"it and {file} differ in {name}")
+        raise DamagedError(f"{name} is not in both the index and {file}")
 
 
-def _json(path: Path) -> None:
-    """Check that a file is whole, and that what Megatron's backends need is there."""
+def _check_json(path: Path) -> None:
+    """Check that a file is whole JSON, and that the files of Megatron's backends exist."""
     content = json.loads(read_limited(path))
     for (key, backend), name in _BACKENDS.items():
         if isinstance(content, dict) and content.get(key) == backend:
@@ -200,12 +200,12 @@ def _json(path: Path) -> None:
 # metadata.json (Megatron-LM megatron/core/dist_checkpointing/core.py), .metadata.json (OLMo-core
 # src/olmo_core/train/checkpoint.py).
 _CHECKS: list[tuple[re.Pattern[str], Callable[..., Any]]] = [
-    (re.compile(rf".*{re.escape(_INDEX)}"), _index),
-    (re.compile(r"trainer_state\.json|\.?metadata\.json"), _json),
+    (re.compile(rf".*{re.escape(_INDEX)}"), _check_index),
+    (re.compile(r"trainer_state\.json|\.?metadata\.json"), _check_json),
     (re.compile(r".*\.safetensors"), _tensor_names),
-    (re.compile(r".*\.distcp"), _shard),
+    (re.compile(r".*\.distcp"), _check_shard),
     (
         re.compile(r".+\.(?:pt|pth|ckpt)|(?:pytorch_model|optimizer|scheduler|scaler).*\.bin"),
-        _torch,
+        _check_torch_file,
     ),
 ]

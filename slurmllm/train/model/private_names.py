@@ -46,7 +46,7 @@ CHECKPOINT_INDEX = PrivateNames(
 FLIGHT_RECORDER = PrivateNames(
     "torch._C._distributed_c10d",
     ("_dump_fr_trace",),
-    "a hang of CPUs does not name the collective in which they wait",
+    "a hang on CPUs does not name the collective in which ranks wait",
 )
 TASK_FUNCTIONS = PrivateNames(
     "lm_eval.tasks._yaml_loader",

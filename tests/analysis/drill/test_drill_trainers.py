@@ -225,7 +225,7 @@ def test_faults_come_after_the_first_checkpoint_of_the_reference(
     assert plan.fault("save", ["n0"]).rank == 0
 
 
-def test_a_file_that_is_written_again_does_not_tell_of_its_first_time(tmp_path: Path) -> None:
+def test_the_first_save_of_an_overwritten_file_is_unknown(tmp_path: Path) -> None:
     reference = RunDir(tmp_path / "reference")
     write_rows(reference, 0, range(1, STEPS + 1))
     (reference.path / "ckpt.pt").write_bytes(b"x")

@@ -163,7 +163,7 @@ def test_without_a_later_attempt_the_checkpoint_tells(
     assert [text in line for line in used.warnings] == [True]
 
 
-def test_slurm_s_end_of_an_open_attempt_is_none_to_guess() -> None:
+def test_the_end_of_an_open_attempt_is_slurm_s() -> None:
     alone = attempt(0, 100.0, None, job_id="1")
     job = Incarnation("1", "train", 1, 100.0, 300.0)
     history = RunHistory("r", [alone], {0: steps(1, [1000.0] * 5, -4800.0)}, incarnations=[job])

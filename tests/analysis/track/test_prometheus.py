@@ -163,9 +163,9 @@ def test_a_client_that_sends_no_whole_request_delays_nobody() -> None:
 @pytest.mark.parametrize(
     ("content", "mode", "fault"),
     [
-        (None, 0o600, "cannot be read: No such file or directory; `(umask 077; openssl"),
+        (None, 0o600, "it cannot be read: No such file or directory; `(umask 077; openssl"),
         (TOKEN, 0o644, "others may read or write it; `chmod 600"),
-        ("short", 0o600, "no token of at least 16 characters"),
+        ("short", 0o600, "it has no token (16 characters or more"),
     ],
 )
 def test_submit_refuses_a_token_file(
@@ -189,7 +189,7 @@ def until(condition: Callable[[], bool]) -> None:
         time.sleep(0.1)
 
 
-def test_the_supervisors_child_serves_writes_and_leaves_nothing(tmp_path: Path) -> None:
+def test_the_exporter_serves_and_writes_metrics_and_leaves_nothing(tmp_path: Path) -> None:
     token, folder, port = tmp_path / "token", tmp_path / "collector", free_port()
     token.write_text(TOKEN + "\n")
     token.chmod(0o600)
@@ -221,7 +221,7 @@ def is_alive(children: SideProcesses) -> bool:
     return children.children[children.run.exporter_log].poll() is None
 
 
-def test_what_fails_is_a_warning_and_is_tried_again(
+def test_failures_are_warnings_and_are_retried(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(exporter, "INTERVAL_S", 0.1)

@@ -138,7 +138,7 @@ def test_the_gpus_of_the_profile_are_compared_where_slurm_counts_them(tmp_path: 
     slurm.unequal = {name: {"gres": "gpu:a100:4"} for name in ("n1", "n2", "n3")}
     assert check_jobs(slurm, config, run, 2, compiles=True)[1]["train"] == [
         "train job: cluster.devices_per_node 8: needs 2 nodes; partition main has 0 suitable; "
-        "4 GPUs a node at most there; another --cluster, or use another --partition"
+        "nodes there have at most 4 GPUs; choose another --cluster, or use another --partition"
     ]
     slurm.unequal = {name: {"gres": "gpu:a100:8"} for name in ("n1", "n2")}
     assert check_jobs(slurm, config, run, 2, compiles=False)[1]["train"] == []

@@ -148,7 +148,7 @@ def test_of_several_gpus_the_worst_is_named(checks: Checks) -> None:
 
 
 @pytest.mark.parametrize("name", ["a100", "l4"])
-def test_what_is_absent_or_unknown_accuses_nobody(
+def test_absent_or_unknown_fields_are_no_failure(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     text = recorded(f"{name}.xml")
@@ -165,14 +165,7 @@ def test_what_is_absent_or_unknown_accuses_nobody(
 
 @pytest.mark.parametrize(
     "output",
-    [
-        "",
-        "Kein Gerät gefunden",
-        "<html></html>",
-        "<nvidia_smi_log></nvidia_smi_log>",
-        "\0\x1b",
-        "<a",
-    ],
+    ["", "Kein Gerät gefunden", "<html/>", "<nvidia_smi_log></nvidia_smi_log>", "\0\x1b", "<a"],
 )
 def test_output_that_cannot_be_read_is_no_failure(checks: Checks, output: str) -> None:
     found = checks(output)

@@ -68,7 +68,7 @@ def test_a_node_that_fails_preflight_is_excluded(tmp_path: Path, inputs: tuple[s
     assert f"at once, without {SICK}" in log
     assert "is drained" not in log  # slurm.drain is for broken hardware only
 
-    # The next run keeps off at once; that the node still fails changes nothing.
+    # The next run avoids it at once; that the node still fails changes nothing.
     health(bench.runs, "--nodelist=n[1-2]", "--no-bandwidth", code=3)
     sent = bench.look("submit", "tiny_neox", "--nodes=2", "--name=s", *SMALL, *inputs, "--json")
     assert json.loads(sent)["excluded"] == [SICK]
@@ -79,5 +79,5 @@ def test_a_node_that_fails_preflight_is_excluded(tmp_path: Path, inputs: tuple[s
         text = health(bench.runs, f"--nodelist={SICK}", "--no-bandwidth")
     finally:
         on_node(SICK, "mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", "/var/tmp")
-    assert f"{SICK}: no longer excluded (check: {first['evidence'][0]}): it passed" in text
+    assert f"{SICK}: passed, no longer excluded (check: {first['evidence'][0]})" in text
     assert json.loads(bench.look("nodes", "--json")) == {"excluded": [], "site": []}

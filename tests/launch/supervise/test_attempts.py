@@ -438,7 +438,7 @@ def test_without_suspects_the_node_whose_stack_differs_is_one(ended: Ended) -> N
     assert (evidence.hang.suspects, evidence.hang.unresponsive_nodes) == (("n2",), ())
 
 
-def test_what_our_workers_have_left(ended: Ended) -> None:
+def test_the_evidence_of_a_stop_names_the_newest_checkpoint(ended: Ended) -> None:
     run = ended[0]
     assert gather(ended).trainer.leaving == "left before the first step was done; no checkpoint"
     run.metrics(0).parent.mkdir()

@@ -128,13 +128,13 @@ def test_the_operation_and_the_ranks_that_have_not_joined_it(
     edit(entries)
     result = blocked(recordings(entries, pair="[2, 3]"), world_size=8)
     assert line in result.lines[0] if line else result.lines == ()
-    assert result.ranks == (tuple(range(1, 8)) if ranks is None else ranks)
+    assert result.missing_ranks == (tuple(range(1, 8)) if ranks is None else ranks)
 
 
-def test_a_record_that_does_not_reach_back_accuses_nobody() -> None:
+def test_an_incomplete_recording_blames_no_rank() -> None:
     entries = recordings(waiting(2))
     entries[1] = entries[1].model_copy(update={"entries": [], "from_start": False})
-    assert blocked(entries, 2).ranks == ()
+    assert blocked(entries, 2).missing_ranks == ()
 
 
 def test_a_dump_runs_no_code_and_is_shortened(tmp_path: Path) -> None:
@@ -145,7 +145,7 @@ def test_a_dump_runs_no_code_and_is_shortened(tmp_path: Path) -> None:
     path.write_bytes(pickle.dumps({"version": "2.10", "pg_config": {}, "entries": rows}))
     kept = read_dump(path)
     assert [e.collective_seq_id for e in kept.entries] == [1, 2, *range(481, 501)]
-    assert (kept.last["rare", "undefined"], kept.from_start) == (1, False)
+    assert (kept.last_numbers["rare", "undefined"], kept.from_start) == (1, False)
     assert Recording.model_validate_json(kept.model_dump_json()) == kept
     damaged = {"version": "2.10", "pg_config": {}, "entries": [{}]}
     contents = (os.getcwd, [1], damaged, {**damaged, "entries": [b"\xff"]})
@@ -155,7 +155,7 @@ def test_a_dump_runs_no_code_and_is_shortened(tmp_path: Path) -> None:
             read_dump(path)
 
 
-def test_what_the_user_has_set_stays() -> None:
+def test_variables_of_the_user_are_not_replaced() -> None:
     folder = Path("/dev/shm/x")
     variables = recorder_variables(folder, {}, nccl=True)
     assert variables["TORCH_NCCL_TRACE_BUFFER_SIZE"] == variables["TORCH_FR_BUFFER_SIZE"] == "2000"

@@ -190,12 +190,11 @@ def notify_of_a_failure(tmp_path: Path, command: list[str]) -> None:
     sender = notifier(tmp_path, f"slurm.notify.command={json.dumps(command)}")
     sender.started(BEGUN)
     sender._sending[-1].join()
-    fields = {"evidence": ["n2 stopped responding"], "nodes": ["n2"]}
-    for ending in ({"class": "hang", "action": "requeue"}, {"class": "hang", "action": "stop"}):
-        sender.closed(attempt_record(attempt=3, **fields, **ending))
+    fields = {"evidence": ["n2 stopped responding"], "nodes": ["n2"], "class": "hang"}
+    hangs = [attempt_record(attempt=3, **fields, action=name) for name in ("requeue", "stop")]
+    for record in (*hangs, DONE):
+        sender.closed(record)
         sender._sending[-1].join()
-    sender.closed(DONE)
-    sender._sending[-1].join()
 
 
 def test_pagerduty_opens_an_incident_and_resolves_it(tmp_path: Path, receiver: Receiver) -> None:

@@ -244,7 +244,7 @@ def test_a_refusal_of_the_successor_may_pass(
     chained: Chained, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run, cluster = chained
-    monkeypatch.setattr(next_job, "AHEAD_S", 0.01)
+    monkeypatch.setattr(next_job, "RETRY_S", 0.01)
     supervisor = Supervisor(run, "train", start_of(cluster, "1", NODES))
     cluster.refuse = "Required partition not available (inactive or drain)"
     supervisor.next_job.submit_ahead()
@@ -265,7 +265,7 @@ def test_a_chain_without_a_successor_stops_and_tells_how_to_continue(
 ) -> None:
     run, cluster = chained
     monkeypatch.setattr(next_job, "PATIENCE_S", 0.0)
-    monkeypatch.setattr(next_job, "AHEAD_S", 0.0)
+    monkeypatch.setattr(next_job, "RETRY_S", 0.0)
     cluster.refuse = "QOSMaxSubmitJobPerUserLimit"
     this_allocation = Supervisor(run, "train", start_of(cluster, "1", NODES))
     assert this_allocation._act(closed(run).model_copy(update={"action": "chain"})) == 70

@@ -88,7 +88,7 @@ def test_what_is_not_the_run_s_own_stays_and_is_said_to(run: RunDir, tmp_path: P
 
 
 @pytest.mark.parametrize("name", ["torchtitan", "hf_trainer", "megatron_bridge", "litgpt"])
-def test_a_trainer_that_is_told_the_checkpoint_keeps_its_folders(name: str, run: RunDir) -> None:
+def test_nothing_is_moved_if_the_command_names_the_checkpoint(name: str, run: RunDir) -> None:
     command = adapter(name)
     assert command.names_checkpoint
     command = command.model_copy(update={"checkpoints": "{run}/outputs/s-{step}"})
@@ -101,20 +101,29 @@ def test_a_trainer_that_is_told_the_checkpoint_keeps_its_folders(name: str, run:
 
 
 @pytest.mark.parametrize(
-    ("text", "broken", "step"),
+    ("text", "broken", "listed", "step"),
     [
-        ("20", False, 20),
-        ("20", True, 10),  # it would take the broken one
-        ("10", False, 10),  # stale, or what is newer is not all there: no list says
-        ("", False, 20),  # cut by a full disk or a quota
-        (None, False, 20),  # never written: without it Megatron would start again from step 0
-        ("7", False, 20),  # names a folder that is not there
-        ("\x00\x00", False, 20),
+        ("20", False, False, 20),
+        ("20", True, False, 10),  # it would take the broken one
+        ("10", False, False, 10),  # stale, or files of the newer one are missing: no list says
+        ("10\n", False, True, 20),  # stale: a list shows all files
+        ("", False, False, 20),  # cut by a full disk or a quota
+        (None, False, False, 20),  # never written: without it Megatron starts again from step 0
+        ("7", False, False, 20),  # names a folder that is not there
+        ("\x00\x00", False, False, 20),
     ],
 )
-def test_megatrons_tracker_names_what_verifies(
-    text: str | None, broken: bool, step: int, run: RunDir
+def test_megatrons_tracker_names_the_newest_that_verifies(
+    text: str | None,
+    broken: bool,
+    listed: bool,
+    step: int,
+    run: RunDir,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    if listed:
+        verified = Verification((), (), listed)
+        monkeypatch.setattr(selection, "verify_checkpoint", lambda *_: verified)
     save(run, 10, *MEGATRON)
     save(run, 20, *MEGATRON, broken=broken)
     tracker = run.path / "outputs/latest_checkpointed_iteration.txt"
@@ -123,18 +132,6 @@ def test_megatrons_tracker_names_what_verifies(
     record = begin(run, adapter("megatron"))
     assert (record.checkpoint_before, tracker.read_text()) == (step, str(step))
     assert len([*(run.path / "outputs").glob("iter_*")]) == 2
-
-
-@pytest.mark.parametrize("listed", [True, False])
-def test_a_stale_tracker_is_advanced_where_a_list_shows_all_files(
-    run: RunDir, listed: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    verified = Verification((), (), listed)
-    monkeypatch.setattr(selection, "verify_checkpoint", lambda *_: verified)
-    for step in (10, 20):
-        save(run, step, *MEGATRON)
-    (run.path / "outputs/latest_checkpointed_iteration.txt").write_text("10\n")
-    assert begin(run, adapter("megatron")).checkpoint_before == (20 if listed else 10)
 
 
 def test_deepspeeds_latest_is_known_by_its_name(run: RunDir) -> None:
@@ -171,7 +168,7 @@ def test_nemo_finds_an_older_one_by_a_link(run: RunDir) -> None:
     assert link.resolve() == old
 
 
-def test_nothing_that_verifies_stops_the_run_and_moves_nothing(run: RunDir) -> None:
+def test_without_a_verified_checkpoint_the_run_stops_and_nothing_is_moved(run: RunDir) -> None:
     path = run.path / "outputs/ckpt.pt"  # nanoGPT's only one
     path.write_bytes(b"PK\x03\x04" + bytes(99))
     os.utime(path, (time.time() - 99,) * 2)
@@ -184,7 +181,7 @@ def test_nothing_that_verifies_stops_the_run_and_moves_nothing(run: RunDir) -> N
     assert begin(run, command.model_copy(update={"verify": False})).passed_over == ()
 
 
-def test_what_spoiled_the_loss_is_passed_over_until_it_is_saved_again(run: RunDir) -> None:
+def test_a_rejected_checkpoint_is_passed_over_until_it_is_saved_again(run: RunDir) -> None:
     for step in (10, 20):
         save(run, step, *OLMO)
     os.utime(run.path / "outputs/step10/.metadata.json", (time.time() - 99,) * 2)

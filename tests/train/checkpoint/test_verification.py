@@ -160,10 +160,8 @@ def mutations(files: dict[str, bytes]) -> Iterator[tuple[str, Changes]]:
     if table_of_files := files.get("model.safetensors.index.json"):
         index = json.loads(table_of_files)
         index["weight_map"].popitem()
-        yield (
-            "an entry of the index is gone",
-            {"model.safetensors.index.json": json.dumps(index).encode()},
-        )
+        changed = json.dumps(index).encode()
+        yield "an entry of the index is gone", {"model.safetensors.index.json": changed}
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -174,12 +172,9 @@ def test_a_checkpoint_that_its_trainer_cannot_load_is_found(name: str, tmp_path:
     intact.mkdir()
     write(intact)
     load(intact)
-    verified = verify_checkpoint(checkpoint_in(intact, name), time.monotonic() + 60)
-    assert verified[:2] == ((), ())
-    assert (
-        verify_checkpoint(checkpoint_in(intact, name), time.monotonic() + 60, full=True).faults
-        == ()
-    )
+    for full in (False, True):
+        verified = verify_checkpoint(checkpoint_in(intact, name), time.monotonic() + 60, full)
+        assert verified[:2] == ((), ())
     files = {str(p.relative_to(intact)): p.read_bytes() for p in intact.rglob("*") if p.is_file()}
     missed, refused, found = [], [], 0
     for text, changes in mutations(files):

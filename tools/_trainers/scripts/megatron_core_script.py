@@ -1,4 +1,4 @@
-"""A loop of one's own on megatron-core: a tiny GPT on CPUs by gloo, and its dist_checkpointing.
+"""A training loop on megatron-core: a tiny GPT on CPUs by gloo, and its dist_checkpointing.
 
 Folders and lines are Megatron-LM's. megatron-core's own DistributedDataParallel needs CUDA.
 """

@@ -1,4 +1,4 @@
-"""A trainer of which only the waiting is real: a TCP barrier a step, a checkpoint each tenth.
+"""A trainer that only waits: a TCP barrier each step, a checkpoint every tenth step.
 
     python trainer.py FOLDER STEPS STEP_S TIMEOUT_S
 
@@ -28,7 +28,7 @@ def main() -> None:
     (folder / "started").mkdir(parents=True, exist_ok=True)
     (folder / "started" / f"{node}-{time.time():.0f}").touch()
     _end_on_bad_node(folder, node)
-    peers = _meet(rank, world, timeout_s)
+    peers = _connect(rank, world, timeout_s)
     checkpoints = sorted(int(path.stem[5:]) for path in folder.glob("step-*.ckpt"))
     began = checkpoints[-1] if checkpoints else 0
     start = f"{time.time():.3f}:{began}"
@@ -69,8 +69,8 @@ def _fail(folder: Path, node: str) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _meet(rank: int, world: int, timeout_s: float) -> list[socket.socket]:
-    """Connections of rank 0 to all others, of the others to rank 0."""
+def _connect(rank: int, world: int, timeout_s: float) -> list[socket.socket]:
+    """Return the connections: of rank 0 to all others, of each other rank to rank 0."""
     address = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
     deadline = time.monotonic() + timeout_s
     if rank == 0:

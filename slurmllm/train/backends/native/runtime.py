@@ -80,7 +80,7 @@ class NativeBackend(Backend):
     optimizer: torch.optim.Optimizer
     parameters: dict[nn.Parameter, int]  # → how many workers have each of its elements
     shards: DcpSaver
-    forwards: list[tuple[Any, Any]]  # of each block and micro batch
+    forward_marks: list[tuple[Any, Any]]  # of each block and micro batch
 
     def start(self) -> None:
         faults = unsupported(self.config)
@@ -92,7 +92,7 @@ class NativeBackend(Backend):
             compiling.tag_cache_keys()
         if faults:
             raise ConfigError("the native backend cannot run this recipe", faults)
-        self.worker_device, self.forwards = kind(worker.local_rank), []
+        self.worker_device, self.forward_marks = kind(worker.local_rank), []
         self.device = self.worker_device.torch
         if kind.asynchronous:
             self.deferred_metrics = True
@@ -164,11 +164,11 @@ class NativeBackend(Backend):
         self.pipeline = self._make_pipeline() if mesh.pipeline > 1 else None
 
     def _marked(self, forward: compiling.Forward) -> compiling.Forward:
-        # FSDP's hook, which waits for other workers' weights, has run before.
+        # The hook of FSDP, which waits for other workers' weights, runs before this.
         def call(*args: Any, **kwargs: Any) -> Any:
             begun = self.mark()
             output = forward(*args, **kwargs)
-            self.forwards.append((begun, self.mark()))
+            self.forward_marks.append((begun, self.mark()))
             return output
 
         return call
@@ -213,7 +213,7 @@ class NativeBackend(Backend):
         self, micro_batches: Sequence[MicroBatch], num_targets: int
     ) -> DeviceNumber:
         weight = loss_weight(micro_batches, num_targets, self.mesh.data)
-        self.forwards = []
+        self.forward_marks = []
         with self.whole_weights(len(micro_batches)):
             if self.pipeline is not None:
                 mean = self.pipeline.forward_backward(*self._to_device(micro_batches), weight)

@@ -67,7 +67,7 @@ class RehearsalBackend(Backend):
     def _digest(self, micro_batches: Sequence[MicroBatch], num_targets: int) -> int:
         begun = self.mark()
         time.sleep(self._step_s)
-        self.forwards = [(begun, self.mark())]
+        self.forward_marks = [(begun, self.mark())]
         # All workers of a replica read the same: only the first of them counts.
         rank, mesh = self.worker.rank, self.mesh
         first = rank % mesh.tensor == 0 and mesh.pipeline_rank(rank) == 0

@@ -128,7 +128,7 @@ def read_pickle(data: bytes) -> Any:
         return _Unpickler(BytesIO(data)).load()
     except UnsafePickleError:
         raise
-    except Exception as error:  # of damaged bytes anything
+    except Exception as error:  # damaged bytes may raise anything
         raise UnpicklingError(f"damaged: {type(error).__name__}: {error}") from error
 
 

@@ -1,7 +1,7 @@
-"""Evaluations of checkpoints while a run trains, by the section `evaluate` of its recipe.
+"""Evaluates checkpoints while a run trains, as the section `evaluate` of its recipe says.
 
-A child of the supervisor has each new checkpoint evaluated (`Evaluator`), by a job of its own.
-Nothing of it is an error of the training.
+A child process of the supervisor submits a job for each new checkpoint (`Evaluator`). Failures here
+never affect the training.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from slurmllm.train.checkpoint.foreign import list_trainer_checkpoints
 from slurmllm.train.checkpoint.holds import read_evaluations, save_evaluation
 from slurmllm.train.control.rendezvous import die_with_parent
 
-INTERVAL_S = 15.0  # between two looks at the checkpoints
-CACHED_S = 60.0  # for which NFS may show an old file (acregmax)
-_TRIES = 2  # of an evaluation
-_COMMAND = "command"  # task and version of what `evaluate.command` scores
+INTERVAL_S = 15.0  # between two searches for new checkpoints
+CACHED_S = 60.0  # NFS may show an old file for so long (acregmax)
+_TRIES = 2  # for each evaluation
+_COMMAND = "command"  # task and version in the records of `evaluate.command`
 _SLURMLLM = (sys.executable, "-P", "-m", "slurmllm")
 
 log = logging.getLogger(__name__)
@@ -45,23 +45,23 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class Evaluator:
-    """Has a run's checkpoints evaluated: by Slurm, or by processes of this machine."""
+    """Evaluates a run's checkpoints by Slurm jobs, or by processes on this machine."""
 
     run: RunDir
     config: RunConfig
-    client: SlurmClient | None  # None: one after the other, here
+    client: SlurmClient | None  # None: on this machine, one after the other
     _ended_at: dict[str, float] = field(default_factory=dict)  # job → Unix time, s
 
     def watch(self, stop: threading.Event) -> None:
-        """Look for checkpoints until `stop`, and once more then."""
+        """Evaluate new checkpoints until `stop`, and those that are new then."""
         last = False
         while not last:
             last = stop.wait(INTERVAL_S)
-            for _ in range(1 + last):  # no refused one stays due
-                with diagnostic("evaluations"):  # what fails is tried again at the next look
-                    self.look()
+            for _ in range(1 + last):  # leave no refused evaluation due
+                with diagnostic("evaluations"):  # a failure is retried at the next interval
+                    self.update()
 
-    def look(self) -> None:
+    def update(self) -> None:
         evaluate = self.config.recipe.evaluate
         assert evaluate is not None
         records = {record.step: record for record in read_evaluations(self.run)}
@@ -72,7 +72,7 @@ class Evaluator:
         for step, (path, saved_at) in self._complete().items():
             record = records.get(step)
             if record is None or record.saved_at != saved_at:
-                number = 1 + sum(other < step for other in records)
+                number = 1 + sum(earlier < step for earlier in records)
                 due = number % evaluate.every == 0 or step == self.config.recipe.steps
                 record = records[step] = CheckpointEvaluation(
                     step=step,
@@ -99,18 +99,18 @@ class Evaluator:
 
     def _check_result(self, record: CheckpointEvaluation) -> None:
         ended_at = self._ended_at.setdefault(record.job, time.time())
-        # Read again: it may have been written since.
-        settled = CheckpointEvaluation.load(self.run.evaluating(record.step)).settled
-        if time.time() - ended_at >= CACHED_S and not settled:
+        # Read again: the job may have written it since.
+        finished = CheckpointEvaluation.load(self.run.evaluating(record.step)).finished
+        if time.time() - ended_at >= CACHED_S and not finished:
             self._fail(record, f"job {record.job} ended without a result")
 
     def _fail(self, record: CheckpointEvaluation, error: str) -> None:
-        """Have a checkpoint evaluated again, if it is the first failure of Slurm."""
+        """Record a failure of Slurm; after the first one, the evaluation is due again."""
         state = "failed" if record.error else "due"
         save_evaluation(self.run, record, state=state, error=error)
 
     def _complete(self) -> dict[int, tuple[Path, float]]:
-        """Return step → path of each complete checkpoint, and the Unix time of its save, s."""
+        """Return step → path and Unix time of the save, s, of each complete checkpoint."""
         command = self.config.recipe.command
         if command is not None:
             entries = list_trainer_checkpoints(self.run, command)
@@ -124,18 +124,18 @@ class Evaluator:
 
 
 def evaluate_checkpoint(run: RunDir, config: RunConfig, step: int) -> None:
-    """Evaluate a checkpoint as the recipe says, and record the outcome."""
+    """Evaluate a checkpoint as the recipe says, and record the result."""
     for _ in range(_TRIES):
         try:
             _evaluate(run, config, CheckpointEvaluation.load(run.evaluating(step)))
             state, error = "done", ""
             break
-        except Exception as fault:  # whatever it is: `status` says it
+        except Exception as fault:  # `status` shows it
             state, error = "failed", str(fault)
             if not isinstance(fault, SlurmllmError):
                 error = repr(fault)
                 log.warning("step %d: the evaluation failed", step, exc_info=True)
-    # Read again: a job may start before it is recorded.
+    # Read again: a job may start before its id is recorded.
     record = CheckpointEvaluation.load(run.evaluating(step))
     save_evaluation(run, record, state=state, error=error)
 
@@ -166,7 +166,7 @@ def _evaluate(run: RunDir, config: RunConfig, record: CheckpointEvaluation) -> N
     if evaluate.command is None:
         return
     if not (scores := last_scores(done.stdout)):
-        raise UserError("no scores: no line of the output is a JSON object of numbers")
+        raise UserError("no scores: the output has no line that is a JSON object with numbers")
     located = LocatedSuite(suite_of_tasks([_COMMAND], None), suites_dir())
     save_suite(run, located)
     checkpoint = f"{record.step:x}.{record.saved_at:.0f}"

@@ -1,4 +1,4 @@
-"""Evaluations beside training: what is due, what a job leaves, and how long checkpoints stay."""
+"""Evaluations during training: what is due, what a job leaves, and how long checkpoints stay."""
 
 import json
 import os
@@ -13,8 +13,7 @@ from command_line import call_json, refused
 from fake_slurm import FakeSlurm
 from made_records import make_run, save_manifest, save_submission
 
-from slurmllm.analysis.evaluate import beside
-from slurmllm.analysis.evaluate.beside import Evaluator, evaluate_checkpoint
+from slurmllm.analysis.evaluate.evaluator import Evaluator, evaluate_checkpoint
 from slurmllm.analysis.evaluate.scores import read_scores
 from slurmllm.core.config.load import load
 from slurmllm.core.config.operation import CheckpointConfig
@@ -59,7 +58,7 @@ def test_every_second_checkpoint_and_the_last_get_a_job(tmp_path: Path) -> None:
     run, config = make(tmp_path, "evaluate.every=3", "evaluate.time=15", "slurm.qos=low", steps=40)
     slurm = FakeSlurm()
     for _ in range(2):
-        Evaluator(run, config, slurm).look()
+        Evaluator(run, config, slurm).update()
     assert states(run) == ["skipped", "skipped", "submitted", "submitted"]
     script = slurm.jobs["1"].script
     assert "#SBATCH --job-name=r-evaluate\n#SBATCH --nodes=1\n" in script
@@ -76,32 +75,37 @@ def test_removed_checkpoints_count_as_skipped(tmp_path: Path) -> None:
         path.rename(path.with_suffix(".hidden"))
     for path in paths:
         path.with_suffix(".hidden").rename(path)
-        Evaluator(run, config, FakeSlurm()).look()
+        Evaluator(run, config, FakeSlurm()).update()
         path.unlink()
     assert states(run) == ["skipped", "submitted", "skipped", "submitted"]
 
 
-def test_what_sbatch_refuses_is_tried_once_more(
+def test_a_refused_or_lost_job_is_submitted_once_more(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run, config = make(tmp_path)
     slurm = FakeSlurm()
     slurm.refuse = "Invalid account"
     evaluator = Evaluator(run, config, slurm)
-    evaluator.look()
+    evaluator.update()
     assert states(run) == ["due"] * 4
     assert "step 40 due: sbatch failed" in run_verb("status", run.path).output
+    refused_run, _ = make(tmp_path / "refused")
+    for _ in range(3):
+        Evaluator(refused_run, config, slurm).update()
+    assert states(refused_run) == ["failed"] * 4
+    assert "Invalid account" in call_json("status", refused_run.path)["evaluations"][3]["error"]
     slurm.refuse = None
     evaluator = Evaluator(run, config, slurm)  # of a resume
-    evaluator.look()
+    evaluator.update()
     assert states(run) == ["submitted"] * 4
     for job in slurm.jobs:
         slurm.start(job)
         slurm.finish(job, "TIMEOUT")
-    evaluator.look()
+    evaluator.update()
     assert states(run) == ["submitted"] * 4
-    monkeypatch.setattr(beside, "CACHED_S", 0.0)
-    evaluator.look()
+    monkeypatch.setattr("slurmllm.analysis.evaluate.evaluator.CACHED_S", 0.0)
+    evaluator.update()
     assert states(run) == ["failed"] * 4
     lost = call_json("status", run.path)["evaluations"]
     assert lost[0]["error"] == "job 1 ended without a result"
@@ -110,35 +114,25 @@ def test_what_sbatch_refuses_is_tried_once_more(
 def test_cancel_cancels_evaluations_and_a_resume_submits_them(tmp_path: Path) -> None:
     run, config = make(tmp_path)
     slurm = FakeSlurm()
-    Evaluator(run, config, slurm).look()
+    Evaluator(run, config, slurm).update()
     slurm.start("1")
     slurm.finish("1", "COMPLETED")
     evaluate_checkpoint(run, config, 10)
     assert {job.job for job in cancel_jobs(run, slurm).jobs} == {"2", "3", "4"}
     for _ in range(2):  # as the supervisor's child does, while the workers save
         assert states(run) == ["done", "due", "due", "due"]
-        Evaluator(run, config, slurm).look()
+        Evaluator(run, config, slurm).update()
     JobsRecord.change_last(run, cancelled_at=None)
-    Evaluator(run, config, slurm).look()
+    Evaluator(run, config, slurm).update()
     assert states(run) == ["done", *["submitted"] * 3]
     assert len(slurm.jobs) == 7
-
-
-def test_a_refusal_for_good(tmp_path: Path) -> None:
-    run, config = make(tmp_path)
-    slurm = FakeSlurm()
-    slurm.refuse = "Invalid account"
-    for _ in range(3):
-        Evaluator(run, config, slurm).look()
-    assert states(run) == ["failed"] * 4
-    assert "Invalid account" in call_json("status", run.path)["evaluations"][3]["error"]
 
 
 def test_a_command_s_scores_are_in_the_report(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     run, config = make(tmp_path)
-    Evaluator(run, config, None).look()
+    Evaluator(run, config, None).update()
     assert states(run) == ["done", "done", "done", "failed"]
     (table,) = call_json("report", run.path)["runs"][0]["evaluations"]
     (row,) = table["rows"]
@@ -154,12 +148,12 @@ def test_a_command_s_scores_are_in_the_report(
     assert ({record.step for _, record in scored}, warnings) == ({10, 20, 30}, [])
 
 
-def test_a_checkpoint_stays_until_it_is_read_or_its_hold_ends(tmp_path: Path) -> None:
+def test_a_checkpoint_is_kept_until_it_is_evaluated_or_for_hold_hours(tmp_path: Path) -> None:
     run, config = make(tmp_path)
     recipe = config.recipe
     assert recipe.command is not None
     assert recipe.evaluate is not None
-    Evaluator(run, config, FakeSlurm()).look()
+    Evaluator(run, config, FakeSlurm()).update()
     assert remove_old(run, recipe.command, 1, recipe.evaluate) == []
     evaluate_checkpoint(run, config, 10)
     assert [path.name for path in remove_old(run, recipe.command, 1, recipe.evaluate)] == ["10.txt"]
@@ -167,7 +161,7 @@ def test_a_checkpoint_stays_until_it_is_read_or_its_hold_ends(tmp_path: Path) ->
     assert [path.name for path in remove_old(run, recipe.command, 1, ended)] == ["20.txt"]
 
 
-def test_our_own_trainer_keeps_them_too(tmp_path: Path) -> None:
+def test_retention_of_slurmllms_trainer_waits_for_evaluations(tmp_path: Path) -> None:
     run = make_run(tmp_path / "r", "evaluate={suite: smoke}")
     for step in (10, 20):
         save_manifest(run, step, saved_at=time.time())
@@ -182,13 +176,13 @@ def test_our_own_trainer_keeps_them_too(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("recipe", "evaluate", "fault"),
     [
-        ("tiny_neox", "{}", "needs a suite or a command, and not both"),
+        ("tiny_neox", "{}", "needs either a suite or a command"),
         (
             "tiny_neox",
             "{suite: mine}",
             "evaluate.suite: mine is neither a shipped suite nor a file",
         ),
-        ("trainers/plain", "{suite: smoke}", "reads slurmllm's own checkpoints"),
+        ("trainers/plain", "{suite: smoke}", "reads only slurmllm's own checkpoints"),
     ],
 )
 def test_submit_refuses(recipe: str, evaluate: str, fault: str, tmp_path: Path) -> None:
@@ -210,8 +204,11 @@ def test_the_log_has_the_traceback_of_an_error_of_our_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     run, config = make(tmp_path)
-    Evaluator(run, config, FakeSlurm()).look()
-    monkeypatch.setattr(beside, "last_scores", lambda output: dict[str, float]()["accuracy"])
+    Evaluator(run, config, FakeSlurm()).update()
+    monkeypatch.setattr(
+        "slurmllm.analysis.evaluate.evaluator.last_scores",
+        lambda output: dict[str, float]()["accuracy"],
+    )
     evaluate_checkpoint(run, config, 10)
     assert states(run)[0] == "failed"
     assert "KeyError: 'accuracy'" in caplog.text
