@@ -9,13 +9,15 @@ import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
-from end_to_end.bench import LEAN, SLOWLY, SMALL
+from end_to_end.bench import LEAN, SLOWLY, SMALL, BenchOfThreads
 from end_to_end.scenes import SceneBench, scene
 
-from slurmllm.core.run.records import ExcludedNode, ExcludedNodes
+from slurmllm.core.run.records import ExcludedNode, ExcludedNodes, SiteNodeRecord
 from slurmllm.core.slurm.client import SlurmClient
+from slurmllm.launch.supervise.site_nodes import add_record
 
 pytestmark = pytest.mark.slurm
 NODE, DRAINED = "n21", "n22"  # no other scene needs them
@@ -65,6 +67,47 @@ def test_a_pending_run_starts_on_an_included_node(stage: SceneBench) -> None:
     stage.wait("short", "done", "stopped")
     assert stage.endings("short") == [("done", "finish")]
     assert json.loads(stage.look("nodes", "short", "--json"))["excluded"] == []
+
+
+@scene()
+def test_other_runs_avoid_a_node_that_one_run_excludes(stage: SceneBench) -> None:
+    """In a folder of runs of its own: the other scenes lose nodes too."""
+    with BenchOfThreads(stage.runs.parent / "memory") as bench:
+        bench.is_over = stage.is_over
+        error = "RuntimeError: CUDA error: uncorrectable ECC error encountered"
+        command = f"test {{attempt}} = 1 || {{ echo {error}; exit 1; }} >&2; echo step 1 loss 2"
+
+        def submit(name: str, *options: str) -> dict[str, Any]:
+            line = ("submit", f"--name={name}", "--cluster=local", "--nodes=1", "--json", *options)
+            settings = ("--set=cluster.health.enabled=false", "--set=slurm.backoff_s=0")
+            return dict(json.loads(bench.look(*line, *settings, "--", command)))
+
+        submit("first")
+        bench.wait("first", "done", "stopped", "cancelled")
+        assert bench.endings("first") == [("node_failure", "chain"), ("done", "finish")]
+        (bad,) = bench.attempt("first", 0)["excluded_nodes"]
+        assert bench.attempt("first", 1)["nodes"] != [bad]
+
+        client, now = SlurmClient(), time.time()
+        fields: dict[str, Any] = {
+            "since": now,
+            "until": now + 600,
+            "cluster": client.cluster_name(),
+        }
+        gone = SiteNodeRecord(node="n99", kind="excluded", evidence="user", **fields)
+        add_record(bench.runs, gone, "a node that has left slurm.conf")
+        site = json.loads(bench.look("nodes", "--json"))["site"]
+        assert {row["node"]: (row["evidence"], row["avoided"]) for row in site} == {
+            bad: ("hardware", True),
+            "n99": ("user", False),
+        }
+        second = submit("second", "--set=slurm.directives.train.hold=true")
+        job = second["jobs"]["train"]
+        assert (second["excluded"], client.batch_job(job).excluded) == ([bad], bad)
+        bench.look("cancel", "second")
+        bench.look("nodes", "--clear", f"{bad},n99")
+        assert submit("third", "--set=slurm.directives.train.hold=true")["excluded"] == []
+        bench.look("cancel", "third")
 
 
 @contextmanager

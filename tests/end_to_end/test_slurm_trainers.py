@@ -135,6 +135,55 @@ def test_a_trainer_survives(stage: SceneBench, trainer: str, fault: str) -> None
         compare_with_unbroken(stage, trainer, fault, name)
 
 
+# It writes checkpoints 10 to 40 at once, and the last one after the evaluations of 20 and 40.
+EVALUATED = """\
+for step in 10 20 30 40 50; do
+  if [ $step = 50 ]; then
+    until grep -qs '"failed"' {run}/evaluating/*20.json && grep -qs . {run}/evaluations/*/*; do
+      sleep 0.2
+    done
+  fi
+  mkdir -p {run}/outputs/$step && touch {run}/outputs/$step/done
+  echo "step $step loss 0.$step"
+done"""
+
+
+@scene(order=0)
+def test_checkpoints_are_evaluated_while_the_run_trains(stage: SceneBench) -> None:
+    recipe = {
+        "extends": "trainers/plain",
+        "name": "evaluated",
+        "command": {
+            "run": EVALUATED,
+            "steps": 50,
+            "checkpoints": "{run}/outputs/{step}",
+            "completion_file": "done",
+        },
+        # Of the second checkpoint it fails.
+        "evaluate": {"command": """echo '{"score":' {step}}; test {step} != 20""", "every": 2},
+        "watchdog": {"min_step_s": 1000},
+    }
+    file = stage.runs / "evaluated.yaml"
+    file.write_text(json.dumps(recipe))
+    options = ("--nodes=1", "--name=evaluated", "--cluster=local", NO_PREFLIGHT, "--json")
+    job = json.loads(stage.look("submit", str(file), *options))["jobs"]["train"]
+    stage.wait("evaluated", "done", "stopped", "cancelled")
+    assert stage.endings("evaluated") == [("done", "finish")]
+
+    def states() -> list[str]:
+        return [record["state"] for record in stage.status("evaluated")["evaluations"]]
+
+    stage.until(lambda: "submitted" not in states(), "never evaluated", every_s=1.0)
+    assert states() == ["skipped", "failed", "skipped", "done", "done"]
+    evaluations = stage.status("evaluated")["evaluations"]
+    assert "exit code 1" in evaluations[1]["error"]
+    jobs = {record["job"] for record in evaluations if record["state"] != "skipped"}
+    assert (len(jobs), job in jobs) == (3, False)
+    report = json.loads(stage.look("report", "evaluated", "--json", "--no-files"))
+    (table,) = report["runs"][0]["evaluations"]
+    assert [row["scores"] for row in table["rows"]] == [{"40": 40.0, "50": 50.0}]
+
+
 def compare_with_unbroken(stage: SceneBench, trainer: str, fault: str, name: str) -> None:
     """Compare with a run that nothing disturbs, one for all faults."""
     reference, adapter = f"whole-{slug(trainer)}", TRAINERS[trainer][0]
