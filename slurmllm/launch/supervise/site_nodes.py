@@ -134,7 +134,7 @@ def site_exclusions(client: SlurmClient, config: RunConfig, root: Path, run: Run
         return []
     slurm = config.recipe.slurm
     partition = slurm.directives.train.get("partition") or slurm.partition
-    partition = partition or config.cluster.partition
+    partition = str(partition or config.cluster.partition or "")
     included = (ExcludedNodes.find(run.excluded) or ExcludedNodes()).included
     try:
         effective = in_effect(
