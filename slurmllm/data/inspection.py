@@ -6,9 +6,9 @@ documents, tokens and lengths; `count_epochs` how many epochs of a corpus a reci
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Mapping
+from itertools import islice, pairwise
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
@@ -17,7 +17,7 @@ from slurmllm.core.errors import DataError, SlurmllmError
 from slurmllm.core.run.records import Record
 from slurmllm.data.order import Integers, Permutation
 from slurmllm.data.sources import open_all
-from slurmllm.data.sources.base import BEGINS, UNTRAINED, Source
+from slurmllm.data.sources.base import BEGINS, UNTRAINED, Flags, Source
 from slurmllm.data.spec import HELD_OUT, Split, StreamSpec, evaluation_texts
 from slurmllm.data.stream import PackedStream
 from slurmllm.data.tokenizer import TokenEncoder
@@ -144,10 +144,10 @@ def inspect_corpus(
     error = 0
     if not whole:
         drawn = len(sizes)
-        ratio = tokens.sum() / max(int(sizes.sum()), 1)
-        residuals = tokens - ratio * sizes
+        ratio = total / max(seen, 1)
+        squares = float(((tokens - ratio * sizes) ** 2).sum())
         # The last factor corrects for sampling without replacement.
-        variance = float((residuals**2).sum()) / (drawn - 1) / drawn * (1 - drawn / count)
+        variance = squares / (drawn - 1) / drawn * (1 - drawn / count)
         total = round(ratio * source.total_size)
         error = round(_Z95 * count * variance**0.5)  # half the 95 % interval
     return CorpusReport(
@@ -194,10 +194,10 @@ def first_sequences(spec: StreamSpec, encoder: TokenEncoder, count: int) -> list
     sequences = []
     rows = zip(range(count), batch.inputs, untrained[:, :-1], strict=False)
     for number, ids, prompt in rows:
-        bounds = [0, *(np.flatnonzero(np.diff(prompt)) + 1).tolist(), len(ids)]
+        bounds = [0, *(np.flatnonzero(np.diff(prompt)) + 1), len(ids)]
         parts = tuple(
             SequencePart(text=encoder.decode(ids[begin:end]), trained=not prompt[begin])
-            for begin, end in itertools.pairwise(bounds)
+            for begin, end in pairwise(bounds)
         )
         sequences.append(PackedSequence(number=number, tokens=len(ids), parts=parts))
     return sequences
@@ -218,34 +218,30 @@ def _count_tokens(
         requests += [(document, pieces * index // read) for index in range(read)]
         spans.append((read, pieces))
     pieces_read = source.read(requests)
-    counts = np.diff(pieces_read.ends, prepend=0)
     trained = (pieces_read.marks & UNTRAINED) == 0
-    begins = (pieces_read.marks & BEGINS) > 0
-    answers = trained & (begins | ~np.concatenate([[False], trained[:-1]]))
-    lengths = []
-    begin = 0
-    for read, pieces in spans:
-        lengths.append(round(int(counts[begin : begin + read].sum()) * pieces / read))
-        begin += read
+    answers = trained.copy()  # where one begins
+    answers[1:] &= ((pieces_read.marks[1:] & BEGINS) > 0) | ~trained[:-1]
+    counts = iter(np.diff(pieces_read.ends, prepend=0).tolist())
+    lengths = [round(sum(islice(counts, read)) * pieces / read) for read, pieces in spans]
     return lengths, int(trained.sum()), int(answers.sum())
 
 
 def _describe_lengths(tokens: Integers) -> Lengths:
     # `higher`: lengths of actual documents, not means of two.
     quantiles = np.quantile(tokens, [0.5, 0.9, 0.99], method="higher")
-    median, p90, p99 = (int(quantile) for quantile in quantiles)
-    places = np.frexp(np.maximum(tokens, 1))[1] - 1  # 2^place ≤ tokens < 2^(place + 1)
-    buckets = []
-    for exponent in range(int(places.min()), int(places.max()) + 1):
-        share = float(np.count_nonzero(places == exponent)) / len(tokens)
-        buckets.append(LengthBucket(least=1 << exponent, below=2 << exponent, share=share))
+    median, p90, p99 = quantiles.tolist()
+    exponents = np.frexp(np.maximum(tokens, 1))[1] - 1  # 2^exponent ≤ tokens < 2^(exponent + 1)
+    shares = (np.bincount(exponents) / len(tokens)).tolist()
     return Lengths(
         mean=float(tokens.mean()),
         median=median,
         p90=p90,
         p99=p99,
         longest=int(tokens.max()),
-        histogram=tuple(buckets),
+        histogram=tuple(
+            LengthBucket(least=1 << exponent, below=2 << exponent, share=shares[exponent])
+            for exponent in range(exponents.min(), len(shares))
+        ),
     )
 
 
@@ -272,11 +268,12 @@ def check_corpora(spec: StreamSpec) -> list[int | None]:
     counts = []
     for source, (_, weight) in zip(sources, spec.corpora, strict=True):
         _read_first_documents(source)
+        split = Split("train", spec.validation)
         if spec.validation:
-            Split("train", spec.validation).require_documents(source)
+            split.require_documents(source)
             Split("validation", spec.validation).require_documents(source)
         needed = math.ceil(spec.global_batch * spec.seq_len * weight / total)
-        tokens = _count_enough_tokens(source, Split("train", spec.validation), needed)
+        tokens = _count_enough_tokens(source, split, needed)
         if tokens is not None and tokens < needed:
             share = f" x its share {weight / total:.3g}" if len(sources) > 1 else ""
             raise DataError(
@@ -313,10 +310,10 @@ def check_evaluation_texts(training: StreamSpec, corpora: Mapping[str, str]) -> 
         except SlurmllmError as error:
             raise type(error)(f"{setting}: {error}") from error
         held_out = ""
-        remedy = "name a longer corpus"
+        fix = "name a longer corpus"
         if name == HELD_OUT:
             held_out = " on the held-out side"
-            remedy = "raise data.validation"
+            fix = "raise data.validation"
         split = Split(spec.split, spec.validation)
         needed = spec.seq_len + 1
         for source in sources:
@@ -325,11 +322,14 @@ def check_evaluation_texts(training: StreamSpec, corpora: Mapping[str, str]) -> 
                 raise DataError(
                     f"{setting}: {source.path} has {tokens} tokens{held_out}, fewer than one "
                     f"sequence takes: model.seq_len {spec.seq_len} and the token after it; "
-                    f"{remedy}, or lower model.seq_len"
+                    f"{fix}, or lower model.seq_len"
                 )
-        if name != HELD_OUT and (count := _count_trained_documents(sources[0], training)):
+        if name == HELD_OUT:
+            continue
+        trained = _mark_trained_documents(sources[0], training)
+        if trained.any():
             warnings.append(
-                f"{setting}: {count} of the first {min(len(sources[0]), _COMPARED_DOCUMENTS)} "
+                f"{setting}: {trained.sum()} of the first {len(trained)} "
                 f"documents of {sources[0].path} are in the training text, so its loss is not one "
                 "of unseen text; remove them from data.corpus, or hold documents out with "
                 "data.validation"
@@ -337,8 +337,8 @@ def check_evaluation_texts(training: StreamSpec, corpora: Mapping[str, str]) -> 
     return warnings
 
 
-def _count_trained_documents(source: Source, training: StreamSpec) -> int:
-    """Return how many of the first documents of a corpus are in the begin of the training text."""
+def _mark_trained_documents(source: Source, training: StreamSpec) -> Flags:
+    """Return which of the first documents of a corpus are in the begin of the training text."""
     documents = source.document_hashes(np.arange(min(len(source), _COMPARED_DOCUMENTS)))
     split = Split("train", training.validation)
     trained = np.zeros(len(documents), bool)
@@ -346,7 +346,7 @@ def _count_trained_documents(source: Source, training: StreamSpec) -> int:
         share = min(1.0, _COMPARED_SIZE / max(corpus.total_size, 1))
         hashes = corpus.document_hashes(np.arange(math.ceil(len(corpus) * share)))
         trained |= np.isin(documents, hashes[split.document_mask(hashes)])
-    return int(trained.sum())
+    return trained
 
 
 def _count_enough_tokens(source: Source, split: Split, enough: int) -> int | None:

@@ -44,18 +44,17 @@ def document_pieces(
         numbers = np.arange(number, number + ahead)
         documents = order.take(slot + numbers * stride)
         number += ahead
+        searched += ahead
         if split.validation:
             mask = split.document_mask(source.document_hashes(documents))
             numbers = numbers[mask]
             documents = documents[mask]
-        if not len(documents):
-            searched += ahead
-            # A slot may be unlucky for long. Once, after as many documents as the corpus has,
-            # check that there is any on this side.
-            if searched - ahead < len(source) <= searched:
-                split.require_documents(source)
-            continue
-        searched = 0
+        if len(documents):
+            searched = 0
+        # A slot may be unlucky for long. Once, after as many documents as the corpus has, check
+        # that there is any on this side.
+        elif searched - ahead < len(source) <= searched:
+            split.require_documents(source)
         for counted, document in zip(numbers.tolist(), documents.tolist(), strict=True):
             for index in range(piece, source.num_pieces(document)):
                 yield counted, document, index
@@ -186,10 +185,10 @@ class SlotGroup:
             self._fill(corpus, [s for s, c in zip(streams, corpora, strict=True) if c == corpus])
         for row, stream in enumerate(streams):
             stream.take(tokens[row], marks[row])
-        by_slot = zip(*self._streams, strict=True)
-        positions = [[n for stream in slot for n in stream.position] for slot in by_slot]
-        counts = np.array(self._blend.counts, np.int64)
-        return np.array(positions, np.int64), counts, tokens, marks
+        positions = [[stream.position for stream in streams] for streams in self._streams]
+        # [corpora][slots][3] → [slots][3 * corpora]
+        by_slot = np.hstack(np.array(positions, np.int64))
+        return by_slot, np.array(self._blend.counts, np.int64), tokens, marks
 
     def _fill(self, corpus: int, streams: list[SlotStream]) -> None:
         """Read until each stream has a sequence: for all of them at once, and hardly more.

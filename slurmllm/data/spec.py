@@ -7,7 +7,6 @@ documents finished, piece of the current document, tokens of that piece returned
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -21,7 +20,7 @@ import numpy.typing as npt
 from slurmllm.core.errors import DataError
 from slurmllm.core.plugins import absolute
 from slurmllm.data.order import splitmix64
-from slurmllm.data.sources.base import Flags, Source
+from slurmllm.data.sources.base import Flags, Source, short_digest
 
 if TYPE_CHECKING:
     from slurmllm.core.config.recipe import Recipe
@@ -147,7 +146,7 @@ def identity(spec: StreamSpec, sources: Sequence[Source], tokenizer: str | None)
     combined = str(corpora[0]["fingerprint"])
     if len(corpora) > 1:
         contents = [(corpus["fingerprint"], corpus["weight"]) for corpus in corpora]
-        combined = hashlib.sha256(json.dumps(contents).encode()).hexdigest()[:16]
+        combined = short_digest(json.dumps(contents))
     return {
         "version": _STATE_VERSION,
         "seed": spec.seed,
@@ -185,8 +184,7 @@ def merge_states(states: Sequence[State]) -> State:
             f"{len(missing)} of {states[0]['global_batch']} slots of the data stream are in no "
             f"state, the first is {missing[0]}; pass the state of every data-parallel rank"
         )
-    merged = {key: states[0][key] for key in (*_IDENTITY, "corpus", "corpora", "counts")}
-    return {**merged, "first_slot": 0, "slots": [by_slot[slot] for slot in sorted(by_slot)]}
+    return {**states[0], "first_slot": 0, "slots": [by_slot[slot] for slot in sorted(by_slot)]}
 
 
 def check_same_stream(here: State, saved: State) -> None:

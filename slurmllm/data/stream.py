@@ -26,14 +26,11 @@ position; nothing is replayed.
 
 from __future__ import annotations
 
-import hashlib
-import itertools
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Self
 
 import numpy as np
-import numpy.typing as npt
 
 from slurmllm.core.errors import DataError, StorageError
 from slurmllm.core.run.artifact_records import DataRecord
@@ -41,7 +38,7 @@ from slurmllm.core.run.rundir import RunDir
 from slurmllm.data.prefetch import WorkerProcess
 from slurmllm.data.slots import POSITION, SlotGroup
 from slurmllm.data.sources import open_all
-from slurmllm.data.sources.base import BEGINS, UNTRAINED, Flags, Integers
+from slurmllm.data.sources.base import BEGINS, UNTRAINED, Flags, Integers, Marks, Tokens, short_digest
 from slurmllm.data.spec import Split, State, StreamSpec, check_same_stream, identity
 
 log = logging.getLogger(__name__)
@@ -84,8 +81,7 @@ class Batch(NamedTuple):
         if self.begins is None:
             return None
         indices = np.arange(self.tokens.shape[1] - 1)
-        begins = np.where(self.begins[:, :-1], indices, 0)
-        return indices - np.maximum.accumulate(begins, axis=1)
+        return indices - np.maximum.accumulate(indices * self.begins[:, :-1], axis=1)
 
 
 class PackedStream:
@@ -121,8 +117,7 @@ class PackedStream:
         special_tokens = sorted({source.special_tokens for source in self._sources} - {""})
         tokenizer = None if encoder is None else encoder.fingerprint
         if tokenizer is not None and special_tokens:
-            combined = "\0".join([tokenizer, *special_tokens])
-            tokenizer = hashlib.sha256(combined.encode()).hexdigest()[:16]
+            tokenizer = short_digest("\0".join([tokenizer, *special_tokens]))
         self._identity = identity(spec, self._sources, tokenizer)
         self.trains_every_token = all(source.trains_every_token for source in self._sources)
         # Positions after the batches returned, not after those tokenized ahead.
@@ -181,8 +176,7 @@ class PackedStream:
                 f"the data state holds slots {held.start} to {held.stop - 1}, this rank needs "
                 f"{slots.start} to {slots[-1]}; load the merged state of all ranks"
             )
-        positions = merged["slots"][slots.start - first : slots.stop - first]
-        self._positions = np.array(positions, np.int64)
+        self._positions = np.array(merged["slots"], np.int64)[slots.start - first :][: len(slots)]
         self._counts = list(merged["counts"])
         if self._readers:  # workers cannot go back: start new ones
             self.close()
@@ -202,9 +196,9 @@ class PackedStream:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def _draw(self) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.uint8]]:
+    def _draw(self) -> tuple[Tokens, Marks]:
         self._begin()
-        batches = [reader.next_batch() for reader in self._readers]
+        batches = (reader.next_batch() for reader in self._readers)
         positions, counts, tokens, marks = zip(*batches, strict=True)
         self._positions = np.concatenate(positions)
         self._counts = counts[0].tolist()
@@ -216,20 +210,19 @@ class PackedStream:
         positions = self._positions.tolist()
         first = self._slots.start
         for worker in self._workers:
-            rows = slice(worker.slots.start - first, worker.slots.stop - first)
-            worker.begin(positions[rows], self._counts)
+            worker.begin(positions[worker.slots[0] - first :][: len(worker.slots)], self._counts)
         self._readers = self._workers or [
             SlotGroup(self._spec, self._sources, self._slots, positions, self._counts)
         ]
 
     def _start_workers(self) -> list[WorkerProcess]:
         # Consecutive slots each, whose numbers differ by one at most.
-        first = self._slots.start
-        rows = len(self._slots)
         workers = self._num_workers
-        bounds = [first + rows * index // max(workers, 1) for index in range(workers + 1)]
-        pairs = itertools.pairwise(bounds)
-        return [WorkerProcess(self._spec, range(begin, end)) for begin, end in pairs]
+        rows = len(self._slots)
+        return [
+            WorkerProcess(self._spec, self._slots[rows * i // workers : rows * (i + 1) // workers])
+            for i in range(workers)
+        ]
 
 
 def single_sequences(spec: StreamSpec, limit: int) -> Iterator[Batch]:
@@ -264,14 +257,12 @@ def check_data(run: RunDir, identity: Mapping[str, Any]) -> None:
         began_with = DataRecord.load(run.data) if run.data.is_file() else None
     except StorageError as error:
         # The checkpoints hold the data's order too: a resume still refuses another one.
-        reason = str(error).partition("; ")[0]
-        log.warning("%s; written again, from the data as they are now", reason)
+        log.warning("%s; written again, from the data as they are now", str(error).partition("; ")[0])
         began_with = None
     if began_with is None:
         current.save(run.data)
         return
-    changed = began_with.differences(current)
-    if changed:
+    if changed := began_with.differences(current):
         raise DataError(
             f"the data changed after {run.name} began: {'; '.join(changed)}; restore the old data "
             "or start a new run"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -17,6 +16,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from slurmllm.core.errors import DataError
 from slurmllm.core.run.safe_files import os_error_text, read_limited
+from slurmllm.data.sources.base import short_digest
 from slurmllm.data.tokenizer_limits import require_bounded
 
 END_OF_DOCUMENT = "<|endoftext|>"
@@ -78,7 +78,7 @@ class TokenEncoder:
         self.end_of_document: int = token_id
         # Only an eos token that the file itself does not determine is part of the fingerprint.
         data += b"" if end in _END_OF_DOCUMENT_TOKENS else end.encode()
-        self.fingerprint = hashlib.sha256(data).hexdigest()[:16]
+        self.fingerprint = short_digest(data)
 
     @cached_property
     def splits_words(self) -> bool:
@@ -99,9 +99,9 @@ class TokenEncoder:
                 splits = True
             else:
                 return False
-        normalizers = _steps(self._tokenizer.normalizer, "normalizers")
-        if any(step["type"] not in _LOCAL_NORMALIZERS for step in normalizers):
-            return False
+        for step in _steps(self._tokenizer.normalizer, "normalizers"):
+            if step["type"] not in _LOCAL_NORMALIZERS:
+                return False
         for token in self._tokenizer.get_added_tokens_decoder().values():
             # It may take what is on both sides of a cut; special ones are ordinary characters.
             spans_words = re.search(r"[^ ] |\n|[，。]", token.content)
@@ -202,8 +202,8 @@ def _library_errors(path: Path, action: str) -> Iterator[None]:
         yield
     except BaseException as error:
         # The library raises plain Exception; a panic of Rust's is a BaseException.
-        panicked = type(error).__name__ == "PanicException"
-        if not panicked and (isinstance(error, MemoryError) or not isinstance(error, Exception)):
+        is_other = isinstance(error, MemoryError) or not isinstance(error, Exception)
+        if is_other and type(error).__name__ != "PanicException":
             raise
         raise DataError(
             f"{path} {action}: {error}; name another one, or make one with "
@@ -217,8 +217,9 @@ def special_tokens(tokenizer: Path) -> dict[str, str]:
     if tokenizer.name != "tokenizer.json" or not path.is_file():
         return {}
     tokens = {}
-    for name, value in read_settings(path).items():
-        token = value.get("content") if isinstance(value, dict) else value
+    for name, token in read_settings(path).items():
+        if isinstance(token, dict):
+            token = token.get("content")
         if name.endswith("_token") and isinstance(token, str):
             tokens[name] = token
     return tokens

@@ -40,10 +40,10 @@ def require_bounded(data: bytes) -> None:
     model = content.get("model")
     if not isinstance(model, dict):
         return
-    vocab = model.get("vocab")
-    tokens = (row[0] if isinstance(row, list) and row else row for row in vocab or ())
-    if max((len(token) for token in tokens if isinstance(token, str)), default=0) > _LONGEST_TOKEN:
-        raise ValueError(f"a token has more than {_LONGEST_TOKEN} characters")
+    for row in model.get("vocab") or ():
+        token = row[0] if isinstance(row, list) and row else row
+        if isinstance(token, str) and len(token) > _LONGEST_TOKEN:
+            raise ValueError(f"a token has more than {_LONGEST_TOKEN} characters")
     if any(len(str(model.get(name) or "")) > _LONGEST_AFFIX for name in _AFFIXES):
         raise ValueError(f"one of its {', '.join(_AFFIXES)} exceeds {_LONGEST_AFFIX} characters")
     longest = model.get("max_input_chars_per_word", 0)
@@ -95,5 +95,4 @@ def _charsmap_expansion(charsmap: Any) -> float:
     size = int.from_bytes(content[:4], "little")
     if len(content) < 4 or size % 4 or size > len(content) - 4:
         return math.inf
-    texts = content[4 + size :].decode("utf-8", "replace").split("\0")
-    return max(map(len, texts))
+    return max(map(len, content[4 + size :].decode("utf-8", "replace").split("\0")))

@@ -6,7 +6,7 @@ import glob
 import os
 import stat
 import sys
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeVar
@@ -159,37 +159,30 @@ def _candidates(
     argument: str,
     format: FormatOption,
     split: str | None,
-    excluded: Container[Path],
+    excluded: set[Path],
     unknown: list[AnyPath],
     on_note: OnNote,
 ) -> list[Path]:
     """Return the files of an argument to read; those with unknown endings go to `unknown`."""
     folder = Path(argument)
-    is_folder = folder.is_dir()
     saved: set[Path] = set()
     paths: Iterable[Path] = [folder]
-    if is_folder:
+    if folder.is_dir():
         paths = _walk(folder, split, on_note, saved)
     elif not folder.exists() and glob.has_magic(argument):
         # Path.glob takes no absolute pattern.
         matches = map(Path, sorted(glob.glob(argument, recursive=True)))  # noqa: PTH207
-        paths = (path for path in matches if _is_data(path))
+        paths = filter(_is_data, matches)
     candidates: list[Path] = []
     for path in paths:
         resolved = path.resolve()
         if resolved in excluded and path == folder:
             raise DataError(f"{argument}: input and output are the same file; choose another --out")
-        if any(ancestor in excluded for ancestor in (resolved, *resolved.parents)):
-            continue
-        if is_folder and _classify(path, format) is None:
-            unknown.append(path)
-        else:
+        if excluded.isdisjoint((resolved, *resolved.parents)):
             candidates.append(path)
-    if not is_folder:
+    if not folder.is_dir():
         return candidates
-    tables = [path for path in candidates if path not in saved]
-    selected = {*select_data(str(folder), _with_kind(tables, format), split, on_note), *saved}
-    return [path for path in candidates if path in selected]
+    return _select(str(folder), candidates, saved, format, split, unknown, on_note)
 
 
 def _at_address(
@@ -203,16 +196,29 @@ def _at_address(
     paths = paths_of(url)
     if glob.has_magic(url) or [str(path) for path in paths] == [url]:
         return paths
-    candidates: list[UPath] = []
-    for path in paths:
-        if path.name not in (STATE, SPLITS, INFO):
-            (candidates if _classify(path, format) else unknown).append(path)
-    return select_data(url.rstrip("/"), _with_kind(candidates, format), split, on_note)
+    candidates = [path for path in paths if path.name not in (STATE, SPLITS, INFO)]
+    return _select(url.rstrip("/"), candidates, set(), format, split, unknown, on_note)
 
 
-def _with_kind(paths: Sequence[P], format: FormatOption) -> list[tuple[P, bool]]:
-    kinds = ((path, _classify(path, format)) for path in paths)
-    return [(path, kind is not None and kind[0] == "text") for path, kind in kinds]
+def _select(
+    folder: str,
+    candidates: Iterable[P],
+    saved: set[P],
+    format: FormatOption,
+    split: str | None,
+    unknown: list[AnyPath],
+    on_note: OnNote,
+) -> list[P]:
+    """Return the files of a folder to read, all `saved` ones among them."""
+    kinds: dict[P, bool] = {}
+    for path in candidates:
+        if classified := _classify(path, format):
+            kinds[path] = classified[0] == "text"
+        else:
+            unknown.append(path)
+    others = [(path, is_text) for path, is_text in kinds.items() if path not in saved]
+    selected = saved.union(select_data(folder, others, split, on_note))
+    return [path for path in kinds if path in selected]
 
 
 def _walk(folder: Path, split: str | None, on_note: OnNote, saved: set[Path]) -> Iterator[Path]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import mmap
 import struct
 from bisect import bisect_right
@@ -20,7 +19,7 @@ import pyarrow.ipc
 from slurmllm.core.errors import DataError, StorageError
 from slurmllm.core.run.file_formats import foreign_format
 from slurmllm.core.run.safe_files import open_regular
-from slurmllm.data.sources.base import fingerprint
+from slurmllm.data.sources.base import fingerprint, short_digest
 from slurmllm.data.sources.dataset_folder import corpus_files
 from slurmllm.data.sources.tokenized import Ids, TokenizedSource
 from slurmllm.data.tokenizer import TokenEncoder
@@ -114,8 +113,8 @@ class ArrowFile:
     def has_tokens(self) -> bool:
         """Return whether the documents are lists of token ids."""
         kind = self._type(_TOKENS)
-        is_list = (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list)
-        return any(check(kind) for check in is_list) and pa.types.is_integer(kind.value_type)
+        lists = (pa.ListType, pa.LargeListType, pa.FixedSizeListType)
+        return isinstance(kind, lists) and pa.types.is_integer(kind.value_type)
 
     def _type(self, name: str) -> pa.DataType:
         """Return the type of a column; null if there is not exactly one of this name."""
@@ -130,9 +129,10 @@ class ArrowFile:
         try:
             return str(data, "utf-8")
         except UnicodeDecodeError as error:
-            byte = data[error.start]
-            reason = f"byte {begin + error.start} of it is not UTF-8 (0x{byte:02x})"
-            raise self.damaged(document, reason) from error
+            raise self.damaged(
+                document,
+                f"byte {begin + error.start} of it is not UTF-8 (0x{data[error.start]:02x})",
+            ) from error
 
     def damaged(self, document: int, reason: str) -> StorageError:
         return StorageError(
@@ -193,10 +193,10 @@ class ValueColumn:
         if pa.types.is_fixed_size_list(kind):
             offsets = range(0, (count + 1) * kind.list_size, kind.list_size)
         else:
-            width = pa.types.is_large_string(kind) or pa.types.is_large_list(kind)
+            is_large = pa.types.is_large_string(kind) or pa.types.is_large_list(kind)
             # Indexing a memoryview yields an int without a numpy scalar, which is slower.
             offsets = np.frombuffer(
-                array.buffers()[1] or b"", np.int64 if width else np.int32, count and count + 1
+                array.buffers()[1] or b"", np.int64 if is_large else np.int32, count and count + 1
             ).data
         if kind in (pa.string(), pa.large_string()):
             return _View(offsets, memoryview(array.buffers()[2] or b"").cast("B"), rows)
@@ -293,15 +293,13 @@ class MappedBatches:
             yield batch
             begin = self.offset_bytes
         # Arrow takes the end of a file that was cut between two batches for the end marker.
-        end = self.offset_bytes
-        footer = self._footer_length()
-        if end == begin:
+        if self.offset_bytes == begin:
             raise self._error(
                 "it has no end marker: it was cut off, or its writer did not close it"
             )
-        has_footer = end < self.size_bytes or self._map[: len(_MAGIC)] == _MAGIC
-        if has_footer and not 0 < footer <= self.size_bytes - end - _FOOTER_END:
-            extra = self.size_bytes - end
+        extra = self.size_bytes - self.offset_bytes
+        has_footer = extra or self._map[: len(_MAGIC)] == _MAGIC
+        if has_footer and not 0 < self._footer_length() <= extra - _FOOTER_END:
             raise self._error(f"{extra:,} bytes follow its end marker, and not a whole footer")
 
     def _next_batch(self) -> pa.RecordBatch | None:
@@ -316,9 +314,9 @@ class MappedBatches:
         return batch
 
     def _error(self, reason: str) -> pa.ArrowInvalid:
-        batches = len(self._rows)
-        rows = sum(self._rows)
-        return pa.ArrowInvalid(f"{reason} (readable: {batches:,} batches, {rows:,} rows)")
+        return pa.ArrowInvalid(
+            f"{reason} (readable: {len(self._rows):,} batches, {sum(self._rows):,} rows)"
+        )
 
     @property
     def offset_bytes(self) -> int:
@@ -331,13 +329,11 @@ class MappedBatches:
     @property
     def layout(self) -> str:
         """Hex digest of the file's size and footer, or of offsets and rows of all its batches."""
-        footer = self._footer_length()
-        if footer:
-            digest = hashlib.sha256(self._map[-_FOOTER_END - footer : -_FOOTER_END])
+        if footer := self._footer_length():
+            layout = self._map[-_FOOTER_END - footer : -_FOOTER_END]
         else:
-            digest = hashlib.sha256(np.array([self._begins, self._rows], "<i8").tobytes())
-        digest.update(str(self.size_bytes).encode())
-        return digest.hexdigest()[:16]
+            layout = np.array([self._begins, self._rows], "<i8").tobytes()
+        return short_digest(layout + str(self.size_bytes).encode())
 
     def _footer_length(self) -> int:
         """Return the size of the footer at the end of the file; 0 if there is none."""

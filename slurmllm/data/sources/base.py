@@ -140,18 +140,24 @@ def fingerprint(paths: Sequence[Path], *identity: str) -> str:
     `identity` is what else distinguishes them, such as the kind; a StorageError if a file cannot be
     read.
     """
-    digest = hashlib.sha256("\0".join(identity).encode())
+    content = "\0".join(identity).encode()
     for path in paths:
         try:
             with path.open("rb", buffering=0) as stream:
                 size = os.fstat(stream.fileno()).st_size
-                digest.update(size.to_bytes(8, "little"))
+                content += size.to_bytes(8, "little")
                 if size <= _WHOLE_BYTES:
-                    digest.update(xxhash.xxh3_128_digest(stream.read()))
+                    content += xxhash.xxh3_128_digest(stream.read())
                     continue
-                last = size - _SAMPLE_BYTES
-                for offset in sorted({last * i // (_SAMPLES - 1) for i in range(_SAMPLES)}):
-                    digest.update(os.pread(stream.fileno(), _SAMPLE_BYTES, offset))
+                for i in range(_SAMPLES):
+                    offset = (size - _SAMPLE_BYTES) * i // (_SAMPLES - 1)
+                    content += os.pread(stream.fileno(), _SAMPLE_BYTES, offset)
         except OSError as error:
             raise StorageError(f"cannot read {path}: {os_error_text(error)}") from error
-    return digest.hexdigest()[:16]
+    return short_digest(content)
+
+
+def short_digest(content: str | bytes) -> str:
+    """Return 16 hex digits of the sha256 of a content."""
+    data = content.encode() if isinstance(content, str) else content
+    return hashlib.sha256(data).hexdigest()[:16]

@@ -65,8 +65,7 @@ def dataset_files(folder: Path, split: str | None = None) -> list[Path] | None:
     if (folder / SPLITS).is_file() and splits:
         files = []
         for name in splits:
-            files_of = dataset_files(folder / name)
-            if files_of is None:
+            if (files_of := dataset_files(folder / name)) is None:
                 raise DataError(
                     f"{folder / SPLITS} names the split {name}, which is missing or was not "
                     "saved by `save_to_disk`; copy it too"
@@ -92,8 +91,8 @@ def dataset_files(folder: Path, split: str | None = None) -> list[Path] | None:
 
 
 def _cached_files(folder: Path, splits: list[str]) -> list[Path] | None:
-    names = re.compile(rf"(?!cache-).*-({'|'.join(map(re.escape, splits))})(-\d+-of-\d+)?\.arrow")
-    return sorted(path for path in folder.glob("*.arrow") if names.fullmatch(path.name)) or None
+    name = rf"(?!cache-).*-({'|'.join(map(re.escape, splits))})(-\d+-of-\d+)?\.arrow"
+    return sorted(path for path in folder.iterdir() if re.fullmatch(name, path.name)) or None
 
 
 def _load(path: Path) -> dict[str, Any]:

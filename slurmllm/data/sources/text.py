@@ -5,7 +5,6 @@ Of prompts with completions only the completion is trained.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 from array import array
@@ -26,6 +25,7 @@ from slurmllm.data.sources.base import (
     document_hash,
     joined,
     prompt_content,
+    short_digest,
 )
 from slurmllm.data.tokenizer import TokenEncoder, special_tokens
 
@@ -74,22 +74,18 @@ class _ArrowSource(Source):
 
     def content_hash(self, document: int) -> int:
         contents = [column.data(document) for column in self._columns]
-        return document_hash(contents[0] if len(contents) == 1 else prompt_content(*contents))
+        return document_hash(prompt_content(*contents) if contents[1:] else contents[0])
 
     def document_hashes(self, documents: Integers) -> npt.NDArray[np.uint64]:
         """Return the corpus's ids if it has them, else compute them from the texts."""
-        ids = map(self._id or self.content_hash, documents.tolist())
-        return np.fromiter(ids, np.uint64, count=len(documents))
+        return np.array([*map(self._id or self.content_hash, documents.tolist())], np.uint64)
 
     def _texts(self, document: int) -> list[str]:
-        texts = [self._file.decoded(document, column.data(document)) for column in self._columns]
-        self._verify(document)
-        return texts
+        return [self._file.decoded(document, column.data(document)) for column in self._columns]
 
-    def _verify(self, document: int, content: memoryview | None = None) -> None:
+    def _verify(self, document: int) -> None:
         if self._id is not None and self.content_hash(document) != self._id(document):
-            if content is not None:
-                self._file.decoded(document, content)  # raises with the position if it is not UTF-8
+            self._texts(document)  # raises with the position if it is not UTF-8
             raise StorageError(
                 f"document {document} of {self.path} was changed or damaged since it was built: "
                 "its content does not have the hash in the column `id`; compare the file with the "
@@ -109,8 +105,9 @@ class TextSource(_ArrowSource):
         super().__init__(file, encoder, "text")
 
     def num_pieces(self, document: int) -> int:
-        size = self.document_size(document) if self._encoder.splits_words else 0
-        return max(1, -(-size // PIECE_BYTES))
+        if not self._encoder.splits_words:
+            return 1
+        return max(1, -(-self.document_size(document) // PIECE_BYTES))
 
     def read(self, requests: Sequence[Request]) -> Pieces:
         # fromlist is four times as fast as with the type "i"
@@ -123,12 +120,9 @@ class TextSource(_ArrowSource):
                     ids.append(self._encoder.end_of_document)
                 ends.append(len(ids))
         marks = np.zeros(len(ids), np.uint8)
-        begins = [
-            begin
-            for begin, (_, piece) in zip([0, *ends], requests, strict=False)
-            if piece == 0 and begin < len(ids)
-        ]
-        marks[begins] = BEGINS
+        for begin, (_, piece) in zip([0, *ends], requests, strict=False):
+            if piece == 0:
+                marks[begin : begin + 1] = BEGINS
         return Pieces(np.frombuffer(ids, np.int32), marks, np.array(ends, np.int64))
 
     def _batches(self, requests: Sequence[Request]) -> Iterator[tuple[list[str], list[bool]]]:
@@ -143,7 +137,7 @@ class TextSource(_ArrowSource):
             texts.append(self._file.decoded(document, data[begin:end], begin))
             lasts.append(piece + 1 == count)
             if piece == 0:
-                self._verify(document, data)
+                self._verify(document)
             total += end - begin
             if total >= _CALL_BYTES:
                 yield texts, lasts
@@ -197,10 +191,11 @@ class PromptSource(_ArrowSource):
         if tokens:
             # The list begins with a chat template, which is not used: states of earlier versions
             # without a template remain valid.
-            identity = json.dumps([None, sorted(tokens.items())])
-            self.special_tokens = hashlib.sha256(identity.encode()).hexdigest()[:16]
+            self.special_tokens = short_digest(json.dumps([None, sorted(tokens.items())]))
 
     def read(self, requests: Sequence[Request]) -> Pieces:
+        for document, _ in requests:
+            self._verify(document)
         pairs = [self._texts(document) for document, _ in requests]
         prompts = self._encoder.encode_as_generation([pair[0] for pair in pairs], begins=True)
         completions = self._encoder.encode_as_generation([pair[1] for pair in pairs], begins=False)

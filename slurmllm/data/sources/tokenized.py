@@ -99,13 +99,13 @@ class TokenizedSource(Source):
         tokens = piece_ids.astype(np.int32)
         end = self._end_of_document
         is_last = begin + PIECE_TOKENS >= len(ids)
-        if self.adds_end and end is not None and is_last and not (len(ids) and int(ids[-1]) == end):
+        if self.adds_end and end is not None and is_last and end not in ids[-1:]:
             tokens = np.append(tokens, np.int32(end))
         marks = np.zeros(len(tokens), np.uint8)
         if end is not None:
             marks[1:][tokens[:-1] == end] = BEGINS
-        if len(tokens) and (begin == 0 or (end is not None and int(ids[begin - 1]) == end)):
-            marks[0] = BEGINS
+        if begin == 0 or ids[begin - 1] == end:
+            marks[:1] = BEGINS
         return tokens, marks
 
 
@@ -143,22 +143,21 @@ class NumpySource(TokenizedSource):
             )
         self._tokens: Ids = tokens
         self.in_blocks = tokens.ndim == 1
-        self.knows_documents = tokens.ndim == 2 or encoder is not None
+        self.knows_documents = not self.in_blocks or encoder is not None
         self.fingerprint = fingerprint([path], "numpy")
 
     def __len__(self) -> int:
-        rows = len(self._tokens)
-        return rows if self._tokens.ndim == 2 else -(-rows // BLOCK_TOKENS)
+        return -(-len(self._tokens) // (BLOCK_TOKENS if self.in_blocks else 1))
 
     @property
     def total_size(self) -> int:
         return int(self._tokens.size)
 
     def document(self, document: int) -> Ids:
-        begin = document * BLOCK_TOKENS
-        end = begin + BLOCK_TOKENS
-        ids: Ids = self._tokens[document] if self._tokens.ndim == 2 else self._tokens[begin:end]
-        return ids
+        if self.in_blocks:
+            return self._tokens[document * BLOCK_TOKENS :][:BLOCK_TOKENS]
+        row: Ids = self._tokens[document]
+        return row
 
 
 def is_megatron(path: Path) -> bool:
@@ -190,17 +189,15 @@ class MegatronSource(TokenizedSource):
             if not file.is_file():
                 if self.path.is_file() and (refusal := foreign_format(self.path)):
                     raise DataError(refusal)
-                npy = self.path.with_suffix(".npy")
-                code = f"np.save('{npy}', np.fromfile('{self.path}', np.uint16))"
                 raise DataError(
                     f"no file {file}: Megatron data are an .idx and a .bin of the same name; {_FIX}"
-                    f"; nanoGPT's .bin is ids without an index: save them as .npy: {code}"
+                    "; nanoGPT's .bin is ids without an index: save them as .npy: "
+                    f"np.save('{self.path.with_suffix('.npy')}', "
+                    f"np.fromfile('{self.path}', np.uint16))"
                 )
         self._read_index()
-        last = len(self._sizes) - 1
-        expected = int(self._offsets[last]) + int(self._sizes[last]) * self._type.itemsize
-        tokens = self.path
-        actual = tokens.stat().st_size
+        expected = int(self._offsets[-1]) + int(self._sizes[-1]) * self._type.itemsize
+        actual = self.path.stat().st_size
         if expected != actual:
             raise DataError(
                 f"{self._index} does not fit {self.path}: it describes {expected} bytes, the file "
@@ -208,7 +205,7 @@ class MegatronSource(TokenizedSource):
             )
         if not actual:
             raise DataError(f"{self.path} has no tokens; make it from files that hold text")
-        self._tokens = np.memmap(tokens, self._type, mode="r")
+        self._tokens = np.memmap(self.path, self._type, mode="r")
         self.fingerprint = fingerprint([self._index, self.path], "megatron")
 
     def __len__(self) -> int:
@@ -219,16 +216,15 @@ class MegatronSource(TokenizedSource):
         return len(self._tokens)
 
     def document(self, document: int) -> Ids:
-        first = int(self._bounds[document])
-        end = int(self._bounds[document + 1])
+        first, end = self._bounds[document : document + 2].tolist()
         if first == end:
             return self._tokens[:0]
         if 0 <= first < end <= len(self._sizes):
             item = self._type.itemsize
             begin, remainder = divmod(int(self._offsets[first]), item)
-            count = int(self._sizes[first:end].sum(dtype=np.int64))
-            last = int(self._offsets[end - 1]) // item + int(self._sizes[end - 1])
-            if not remainder and begin >= 0 and last == begin + count <= len(self._tokens):
+            sizes = self._sizes[first:end].astype(np.int64)
+            last = int(self._offsets[end - 1]) // item + int(sizes[-1])
+            if not remainder and begin >= 0 and last == begin + sizes.sum() <= len(self._tokens):
                 return self._tokens[begin:last]
         raise DataError(
             f"document {document} of {self._index} (sequences {first} to {end - 1} of "
@@ -237,9 +233,7 @@ class MegatronSource(TokenizedSource):
         )
 
     def _read_index(self) -> None:
-        index = self._index
-        size = index.stat().st_size
-        with index.open("rb") as stream:
+        with self._index.open("rb") as stream:
             header = stream.read(MEGATRON_HEADER.size)
         if len(header) < MEGATRON_HEADER.size or not header.startswith(MEGATRON_MAGIC):
             raise DataError(
@@ -254,6 +248,7 @@ class MegatronSource(TokenizedSource):
                 "again with a Megatron-LM of 2020 or later, from integer ids"
             )
         # Before the file is mapped: reading beyond its end would be a SIGBUS.
+        size = self._index.stat().st_size
         described = MEGATRON_HEADER.size + 12 * sequences + 8 * bounds
         if size not in (described, described + sequences):
             raise DataError(
@@ -265,11 +260,11 @@ class MegatronSource(TokenizedSource):
         self._type = np.dtype(MEGATRON_TYPES[code])
         # Mapped, not read: an index of a billion documents takes gigabytes.
         begin = MEGATRON_HEADER.size
-        self._sizes = np.memmap(index, "<i4", "r", begin, (sequences,))
+        self._sizes = np.memmap(self._index, "<i4", "r", begin, (sequences,))
         begin += self._sizes.nbytes
-        self._offsets = np.memmap(index, "<i8", "r", begin, (sequences,))
+        self._offsets = np.memmap(self._index, "<i8", "r", begin, (sequences,))
         begin += self._offsets.nbytes
-        self._bounds = np.memmap(index, "<i8", "r", begin, (bounds,))
+        self._bounds = np.memmap(self._index, "<i8", "r", begin, (bounds,))
         if self._bounds[0] != 0 or self._bounds[-1] != sequences:
             raise DataError(
                 f"the documents of {self._index} reach from sequence {self._bounds[0]} to "

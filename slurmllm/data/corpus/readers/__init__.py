@@ -46,23 +46,22 @@ class DocumentReader:
     checksum: str | None = None
 
     def __iter__(self) -> Iterator[Documents]:
-        options = self.options
-        on_error = self.on_error
-        if self.file.format == "text" and options.prompt_key is not None:
+        file, on_error = self.file, self.on_error
+        if file.format == "text" and self.options.prompt_key is not None:
             raise DataError(
-                f"{self.file.name}: a text file has no fields, so no --prompt-key; give "
+                f"{file.name}: a text file has no fields, so no --prompt-key; give "
                 "prompts and completions as JSON lines, CSV, Parquet or Arrow"
             )
         try:
-            stream = OpenedInput(self.file, options.zstd_long)
+            stream = OpenedInput(file, self.options.zstd_long)
         except OSError as error:
-            on_error(f"{self.file.name}: cannot be read: {os_error_text(error)}", "file")
+            on_error(f"{file.name}: cannot be read: {os_error_text(error)}", "file")
             return
 
         documents = 0  # blank ones included
         with stream:
             try:
-                for chunk in _READERS[self.file.format](stream, options, on_error):
+                for chunk in _READERS[file.format](stream, self.options, on_error):
                     self.position_bytes = max(stream.mapped_bytes, stream.offset_bytes)
                     documents += len(chunk[0])
                     if len(chunk[0]):
@@ -73,8 +72,8 @@ class DocumentReader:
             except OSError as error:
                 reason = printable(" ".join(str(error).split())).rstrip(".")
                 on_error(
-                    f"{self.file.name}: cannot be read to its end: {reason} (near byte "
-                    f"{stream.offset_bytes:,} of {self.file.size_bytes:,} on disk, after "
+                    f"{file.name}: cannot be read to its end: {reason} (near byte "
+                    f"{stream.offset_bytes:,} of {file.size_bytes:,} on disk, after "
                     f"{documents:,} documents)",
                     "rest",
                 )

@@ -17,6 +17,7 @@ import pyarrow.compute as pc
 from slurmllm.core.format import printable
 from slurmllm.data.corpus.decompress import OpenedInput
 from slurmllm.data.corpus.options import Extent
+from slurmllm.data.sources.base import Integers
 
 # Text of one chunk, about. Memory holds only a few copies of it, and they fit into a processor's
 # cache.
@@ -77,10 +78,15 @@ def too_large(kind: str) -> str:
     return f"a {kind} of more than {LARGEST_DOCUMENT >> 20} MiB, the largest that is read"
 
 
+def large_strings(offsets: Integers, block: bytes) -> pa.LargeStringArray:
+    """Return the texts between offsets into a block, int64 [texts + 1]; no copies, no checks."""
+    buffers = [None, pa.py_buffer(offsets), pa.py_buffer(block)]
+    return pa.Array.from_buffers(pa.large_string(), len(offsets) - 1, buffers, null_count=0)
+
+
 def valid_utf8(block: bytes) -> bool:
     """Return whether bytes are UTF-8, checked at 10 GB/s and more."""
-    buffers = [None, pa.py_buffer(np.array([0, len(block)], np.int64)), pa.py_buffer(block)]
-    return _is_valid(pa.Array.from_buffers(pa.large_string(), 1, buffers, null_count=0))
+    return _is_valid(large_strings(np.array([0, len(block)], np.int64), block))
 
 
 def _is_valid(column: pa.LargeStringArray) -> bool:

@@ -22,6 +22,7 @@ from slurmllm.data.corpus.readers.base import (
     CHUNK_BYTES,
     Documents,
     OnError,
+    large_strings,
     line_blocks,
     valid_utf8,
 )
@@ -48,40 +49,33 @@ def read_text(stream: OpenedInput, options: ReadOptions, on_error: OnError) -> I
             spans = split(block)
         if _NULS in block or not valid_utf8(block):
             valid = []
-            for span in spans.tolist():
-                text = block[span[0] : span[1]]
+            for begin, end in spans.tolist():
+                text = block[begin:end]
                 if (index := text.find(_NULS)) >= 0:
                     on_error(
-                        f"{stream.file.name}: byte {offset + span[0] + index} begins a run of NUL "
+                        f"{stream.file.name}: byte {offset + begin + index} begins a run of NUL "
                         "bytes, which text has not: a binary file, or one that a crash damaged"
                     )
                     continue
                 try:
                     text.decode("utf-8")
-                    valid.append(span)
+                    valid.append((begin, end))
                 except UnicodeDecodeError as error:
-                    index = span[0] + error.start
                     on_error(
-                        f"{stream.file.name}: byte {offset + index} is not UTF-8 "
-                        f"(0x{block[index]:02x})"
+                        f"{stream.file.name}: byte {offset + begin + error.start} is not UTF-8 "
+                        f"(0x{text[error.start]:02x})"
                     )
             spans = np.array(valid, np.int64).reshape(-1, 2)
+        texts = pa.array([], pa.large_string())  # progress
         if len(spans):
             # Without a copy, the block is an array of documents and the gaps between them,
-            # alternating; `take` then copies the documents.
-            count = 2 * len(spans)
-            buffers = [None, pa.py_buffer(spans.reshape(-1))]
-            pieces = pa.Array.from_buffers(
-                pa.large_string(), count - 1, [*buffers, pa.py_buffer(block)], null_count=0
-            )
-            texts = pieces.take(pa.array(np.arange(0, count, 2)))
+            # alternating; every second one is a document.
+            texts = large_strings(spans.reshape(-1), block)[::2]
             if b"\r" in block:
                 texts = pc.replace_substring(texts, "\r\n", "\n")
                 if options.text_by != "document":
                     texts = pc.utf8_trim(texts, "\r\n")
-            yield (texts,)
-        else:
-            yield (pa.array([], pa.large_string()),)  # progress
+        yield (texts,)
         offset += len(block)
 
 
