@@ -187,7 +187,7 @@ class SlotGroup:
             stream.take(tokens[row], marks[row])
         positions = [[stream.position for stream in streams] for streams in self._streams]
         # [corpora][slots][3] → [slots][3 * corpora]
-        by_slot = np.hstack(np.array(positions, np.int64))
+        by_slot = np.hstack(positions).astype(np.int64)
         return by_slot, np.array(self._blend.counts, np.int64), tokens, marks
 
     def _fill(self, corpus: int, streams: list[SlotStream]) -> None:

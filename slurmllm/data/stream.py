@@ -38,7 +38,15 @@ from slurmllm.core.run.rundir import RunDir
 from slurmllm.data.prefetch import WorkerProcess
 from slurmllm.data.slots import POSITION, SlotGroup
 from slurmllm.data.sources import open_all
-from slurmllm.data.sources.base import BEGINS, UNTRAINED, Flags, Integers, Marks, Tokens, short_digest
+from slurmllm.data.sources.base import (
+    BEGINS,
+    UNTRAINED,
+    Flags,
+    Integers,
+    Marks,
+    Tokens,
+    short_digest,
+)
 from slurmllm.data.spec import Split, State, StreamSpec, check_same_stream, identity
 
 log = logging.getLogger(__name__)
@@ -257,7 +265,9 @@ def check_data(run: RunDir, identity: Mapping[str, Any]) -> None:
         began_with = DataRecord.load(run.data) if run.data.is_file() else None
     except StorageError as error:
         # The checkpoints hold the data's order too: a resume still refuses another one.
-        log.warning("%s; written again, from the data as they are now", str(error).partition("; ")[0])
+        log.warning(
+            "%s; written again, from the data as they are now", str(error).partition("; ")[0]
+        )
         began_with = None
     if began_with is None:
         current.save(run.data)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import signal
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -16,7 +16,14 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from slurmllm.core.display.progress import OnNote, OnStage
-from slurmllm.core.errors import CodeError, DataError, NodeError, SlurmError, StorageError
+from slurmllm.core.errors import (
+    CodeError,
+    DataError,
+    NodeError,
+    SlurmError,
+    SlurmllmError,
+    StorageError,
+)
 from slurmllm.core.format import format_plural
 from slurmllm.core.run.records import Record
 from slurmllm.data.corpus.inputs import FormatOption, InputFile
@@ -210,22 +217,6 @@ def _finished_shards(shards: Sequence[Shard], work: WorkFolder, on_note: OnNote)
     return finished
 
 
-def _write_here(
-    missing: Sequence[Shard],
-    work: WorkFolder,
-    report: Callable[[Mapping[str, int], set[str]], None],
-) -> None:
-    finished = work.shard_names()  # not at each of a million files: it lists the folder
-    for shard in missing:
-
-        def show(done_bytes: int, name: str = shard.name) -> None:
-            report({name: done_bytes}, finished)
-
-        write_shard(shard, work, show)
-        finished.add(shard.name)
-        report({}, finished)
-
-
 def _write_missing_shards(
     shards: Sequence[Shard],
     finished: set[str],
@@ -241,31 +232,32 @@ def _write_missing_shards(
     total = sum(sizes.values())
 
     def report(running: Mapping[str, int], names: set[str]) -> None:
-        done = sum(sizes.get(name, 0) for name in names)
+        counts = {**running, **dict.fromkeys(names, total)}
         # A decompressor reads ahead, so a running shard may report more than its size.
-        done += sum(min(count, sizes.get(name, 0)) for name, count in running.items())
-        on_progress("reading", min(done, total), total)
+        done = sum(min(count, sizes.get(name, 0)) for name, count in counts.items())
+        on_progress("reading", done, total)
 
-    if not missing or (slurm is None and min(workers, len(missing)) == 1):
-        _write_here(missing, work, report)
+    if not missing or (slurm is None and 1 in (workers, len(missing))):
+        names = work.shard_names()  # not at each of a million files: it lists the folder
+        for shard in missing:
+            write_shard(shard, work, lambda name, done: report({name: done}, names))
+            names.add(shard.name)
+            report({}, names)
         return []
-    # 0.3 s of imports that a build in this process does not need.
+    # 0.3 s that a build in this process does not need.
     from slurmllm.core.slurm.arrays import MOST_TASKS, ArrayRequest, map_calls
     from slurmllm.core.slurm.processes import FailedCall
 
-    calls = workers if slurm is None else min(workers * _JOBS_PER_WORKER, MOST_TASKS)
-    groups = _equal_parts(missing, calls)
-
     def on_submit(job_id: str, num_jobs: int) -> None:
-        on_note(
-            f"Slurm job {job_id}: {len(missing):,} shards in {num_jobs:,} tasks, {workers:,} at a "
-            "time"
-        )
+        tasks = f"{len(missing):,} shards in {num_jobs:,} tasks, {workers:,} at a time"
+        on_note(f"Slurm job {job_id}: {tasks}")
 
     array = None
     if slurm is not None:
         texts = "the jobs that read the inputs", "read them on this machine without --slurm"
         array = ArrayRequest("slurmllm-data", slurm, *texts, on_submit, cpus=1)
+    calls = min(workers * _JOBS_PER_WORKER, MOST_TASKS) if slurm else workers
+    groups = _equal_parts(missing, calls)
     results = map_calls(
         write_shards,
         [(group, work.path) for group in groups],
@@ -280,10 +272,9 @@ def _write_missing_shards(
         for index, result in results:
             if isinstance(result, FailedCall):
                 raise _call_error(result, groups[index], in_job=slurm is not None)
-            peak, error = result
-            if error is not None:
-                raise error
-            peaks.append(peak)
+            if isinstance(result, SlurmllmError):
+                raise result
+            peaks.append(result)
     report({}, work.shard_names())
     return peaks
 
@@ -343,14 +334,14 @@ def _write_outputs(
     on_progress: OnStage,
 ) -> dict[str, Any]:
     """Write the corpus; return counts and digests for the manifest."""
-    counts: dict[str, Any] = {}
+    counts: dict[str, Any]
     if tokenize := options.tokenize:
         tokens = column_size(shards, "tokens")
         total = tokens * np.dtype(tokenize.dtype).itemsize
         outputs[0].on_write = lambda done: on_progress("writing", done, total)
         write_tokens(outputs[0], outputs[1], shards, documents, tokenize.dtype)
         sizes = column_parts(shards, "text_bytes")
-        counts |= {
+        counts = {
             "text_bytes": sum(int(np.asarray(shard_sizes).sum()) for shard_sizes in sizes),
             "columns": (),
             "tokens": tokens,
@@ -364,7 +355,7 @@ def _write_outputs(
         # The file also holds ids, offsets and metadata: report no more than the text's bytes.
         outputs[0].on_write = lambda done: on_progress("writing", min(done, text_bytes), text_bytes)
         columns = write_arrow(outputs[0], shards, documents, text_sizes, names, work)
-        counts |= {"text_bytes": text_bytes, "columns": columns}
+        counts = {"text_bytes": text_bytes, "columns": columns}
     for ending, file in zip(("bin", "idx") if tokenize else ("arrow",), outputs, strict=True):
         counts |= {f"{ending}_bytes": file.size_bytes, f"{ending}_sha256": file.sha256}
     return counts
@@ -380,7 +371,6 @@ def _join(
     on_progress: OnStage,
 ) -> CorpusManifest:
     """Write the documents of all shards; return the manifest."""
-    names = [file.name for file in inputs]
     records = [shard.record for shard in shards]
     empty = sum(record.empty for record in records)
     bad = sum(record.bad for record in records)
@@ -388,23 +378,25 @@ def _join(
         # Wrong options (--text-key) are the usual cause: shards read with them are of no use.
         work.remove_except(())
         raise DataError(
-            f"no text in {format_plural(len(names), 'input file')} ({empty} empty "
+            f"no text in {format_plural(len(inputs), 'input file')} ({empty} empty "
             f"documents, {bad} unreadable); no corpus was written. The first input "
-            f"is {names[0]}: see --format and --text-key"
+            f"is {inputs[0].name}: see --format and --text-key"
         )
     with writing(work.path):
         duplicates = mark_duplicates(shards, work.path) if options.dedup else 0
     by_input = [count for shard in shards for count in shard.documents_by_input()]
     documents = sum(by_input)
+    names = [file.name for file in inputs]
     counts = {"documents": documents, "duplicates": duplicates}
     counts |= _write_outputs(shards, outputs, options, names, documents, work, on_progress)
     read_inputs = [entry for record in records for entry in record.inputs]
-    settings = asdict(options.read) | {"dedup": options.dedup}
+    settings = asdict(options.read)
     del settings["skip_bad"], settings["zstd_long"]  # what was skipped is counted
     examples = [example for record in records for example in record.bad_examples]
     return CorpusManifest(
         **counts,
         **settings,
+        dedup=options.dedup,
         format=format,
         empty=empty,
         bad=bad,

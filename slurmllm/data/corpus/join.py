@@ -61,13 +61,12 @@ class FinishedShard:
         """Yield some columns of the kept documents; a batch is valid until the next one."""
         mapped = MappedBatches(self.folder / DOCUMENTS)
         row = 0
-        for whole in mapped:
-            batch = whole.select(columns)
-            end = row + batch.num_rows
-            keep = None if self.keep is None else np.asarray(self.keep[row:end])
+        for batch in mapped:
+            batch = batch.select(columns)
+            keep = True if self.keep is None else self.keep[row : row + len(batch)]
+            row += len(batch)
             # Most batches have no duplicates: without a copy.
-            yield batch if keep is None or keep.all() else batch.filter(pa.array(keep))
-            row = end
+            yield batch if np.all(keep) else batch.filter(pa.array(np.asarray(keep)))
             mapped.release()
 
     def documents_by_input(self) -> list[int]:
@@ -75,7 +74,7 @@ class FinishedShard:
         if self.keep is None:
             return counts
         parts = np.split(self.keep, np.cumsum(counts)[:-1])
-        return [int(np.count_nonzero(lengths)) for lengths in parts]
+        return [int(np.count_nonzero(keep)) for keep in parts]
 
 
 def mark_duplicates(shards: Sequence[FinishedShard], scratch: Path) -> int:
@@ -107,11 +106,11 @@ def mark_duplicates(shards: Sequence[FinishedShard], scratch: Path) -> int:
         for file in files:
             file.seek(0)
             digests = np.frombuffer(file.read(), _DIGEST)
-            order = np.lexsort((digests["low"], digests["high"]))  # stable: the first stays first
-            high = digests["high"][order]
-            low = digests["low"][order]
-            repeated = (high[1:] == high[:-1]) & (low[1:] == low[:-1])
-            keep[digests["document"][order[1:][repeated]]] = False
+            # Stable: the first stays first.
+            digests = digests[np.lexsort((digests["low"], digests["high"]))]
+            contents = digests[["high", "low"]]
+            repeated = contents[1:] == contents[:-1]
+            keep[digests["document"][1:][repeated]] = False
             duplicates += int(repeated.sum())
     return duplicates
 
@@ -147,7 +146,8 @@ def write_tokens(
 ) -> None:
     for tokens in _contents(shards, "tokens"):
         bin_file.write(tokens)
-    code = next(code for code, kind in MEGATRON_TYPES.items() if np.dtype(kind) == np.dtype(dtype))
+    item = np.dtype(dtype)
+    code = next(code for code, kind in MEGATRON_TYPES.items() if kind == item)
     idx_file.write(
         MEGATRON_HEADER.pack(MEGATRON_MAGIC, MEGATRON_VERSION, code, documents, documents + 1)
     )
@@ -159,11 +159,10 @@ def write_tokens(
             )
         idx_file.write(lengths.astype("<i4"))
     begin = 0
-    item = np.dtype(dtype).itemsize
     for lengths in _lengths(shards, "tokens"):
-        ends = begin + np.cumsum(lengths * item)
-        idx_file.write((ends - lengths * item).astype("<i8"))
-        begin += int(lengths.sum()) * item
+        sizes = lengths * item.itemsize
+        idx_file.write((begin + np.cumsum(sizes) - sizes).astype("<i8"))
+        begin += int(sizes.sum())
     # A sequence is a document, so the bounds of documents are 0 … documents.
     for first in range(0, documents + 1, _AT_ONCE):
         idx_file.write(np.arange(first, min(first + _AT_ONCE, documents + 1), dtype="<i8"))
@@ -234,15 +233,17 @@ def _placeholders(sparse: Any, buffers: Sequence[_Buffer]) -> list[pa.Buffer]:
     """Return buffers of the right sizes that take no memory."""
     # A page each at least, so that no two begin at the same address.
     page = mmap.PAGESIZE
-    begins = np.cumsum([0, *(-(-(buffer.size + 1) // page) * page for buffer in buffers)]).tolist()
-    sparse.truncate(begins[-1])
-    for begin, buffer in zip(begins, buffers, strict=False):
+    *begins, end = np.cumsum(
+        [0, *(buffer.size // page * page + page for buffer in buffers)]
+    ).tolist()
+    sparse.truncate(end)
+    for begin, buffer in zip(begins, buffers, strict=True):
         if buffer.last:
             sparse.seek(begin + buffer.size - 8)
             sparse.write(buffer.last.to_bytes(8, "little"))
     sparse.flush()
-    whole = pa.py_buffer(mmap.mmap(sparse.fileno(), begins[-1], access=mmap.ACCESS_READ))
-    return [whole.slice(begin, b.size) for begin, b in zip(begins, buffers, strict=False)]
+    whole = pa.py_buffer(mmap.mmap(sparse.fileno(), end, access=mmap.ACCESS_READ))
+    return [whole.slice(begin, b.size) for begin, b in zip(begins, buffers, strict=True)]
 
 
 def _record_batch(

@@ -13,8 +13,9 @@ import json
 import re
 import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -90,9 +91,9 @@ def plan_shards(files: Sequence[InputFile], options: BuildOptions) -> list[Shard
             total = 0
         runs[-1].append(file)
         total += cost
-    if options.tokenize:
-        tokenizer = options.tokenize.tokenizer.absolute()
-        options = replace(options, tokenize=replace(options.tokenize, tokenizer=tokenizer))
+    if tokenize := options.tokenize:
+        tokenize = replace(tokenize, tokenizer=tokenize.tokenizer.absolute())
+        options = replace(options, tokenize=tokenize)
     # A shard without errors is the same with --skip-bad.
     named = asdict(replace(options, read=options.read.content))
     shards = []
@@ -151,19 +152,23 @@ def _file_digest(path: Path) -> str:
         return hashlib.file_digest(stream, xxhash.xxh3_128).hexdigest()
 
 
-def write_shard(shard: Shard, work: WorkFolder, on_progress: OnProgress | None = None) -> None:
+def write_shard(
+    shard: Shard, work: WorkFolder, on_progress: Callable[[str, int], None] | None = None
+) -> None:
     """Read a shard's files and write its documents.
 
-    Without `on_progress`, the number of bytes read is written to `work.progress`. A DataError if an
-    input cannot be read, or changed since the build began.
+    `on_progress` is called with the shard's name and the bytes read; without it, their number is
+    written to `work.progress`. A DataError if an input cannot be read, or changed since the build
+    began.
     """
     folder = work.partial(shard.name)
     progress = work.progress(shard.name)
+    show = partial(on_progress, shard.name) if on_progress else _progress_file(progress)
     try:
         with writing(folder):
             shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir(parents=True)
-            reader = _ShardReader(shard, on_progress or _progress_file(progress))
+            reader = _ShardReader(shard, show)
             documents = folder / DOCUMENTS
             with documents.open("xb") as file, pa.ipc.new_stream(file, reader.schema) as out:
                 for batch in _joined(iter(reader)):
@@ -176,14 +181,14 @@ def write_shard(shard: Shard, work: WorkFolder, on_progress: OnProgress | None =
         progress.unlink(missing_ok=True)
 
 
-def write_shards(shards: Sequence[Shard], work: Path) -> tuple[int, SlurmllmError | None]:
-    """Write shards up to the first error; return this process's peak memory in bytes, and it."""
+def write_shards(shards: Sequence[Shard], work: Path) -> int | SlurmllmError:
+    """Write shards; return this process's peak memory in bytes, or the first error."""
     try:
         for shard in shards:
             write_shard(shard, WorkFolder(work))
     except SlurmllmError as error:
-        return peak_bytes(), error
-    return peak_bytes(), None
+        return error
+    return peak_bytes()
 
 
 def peak_bytes() -> int:
@@ -195,16 +200,12 @@ def peak_bytes() -> int:
 
 def _joined(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
     """Yield batches of about CHUNK_BYTES: a batch for each of a million files is slow to read."""
-    held = []
-    size = 0
     for batch in batches:
-        held.append(batch)
-        size += batch.nbytes
-        if size >= CHUNK_BYTES:
-            yield from pa.Table.from_batches(held).combine_chunks().to_batches()
-            held = []
-            size = 0
-    if held:
+        held = [batch]
+        size = batch.nbytes
+        while size < CHUNK_BYTES and (batch := next(batches, None)) is not None:
+            held.append(batch)
+            size += batch.nbytes
         yield from pa.Table.from_batches(held).combine_chunks().to_batches()
 
 
@@ -277,8 +278,8 @@ class _ShardReader:
         if self._encoder is not None and options.tokenize is not None:
             columns["tokens"] = _encode(self._encoder, documents[0], options.tokenize.dtype)
             columns["text_bytes"] = np.diff(spans(documents[0])[0])
-        arrays = [pa.array(columns[name]) for name in self.schema.names]
-        return pa.RecordBatch.from_arrays(arrays, schema=self.schema)
+        columns = {name: columns[name] for name in self.schema.names}
+        return pa.RecordBatch.from_pydict(columns, self.schema)
 
 
 def _check_unchanged(file: InputFile) -> None:
@@ -298,11 +299,10 @@ def spans(column: pa.LargeStringArray | pa.LargeListArray) -> tuple[Integers, me
     if not len(column):
         return np.zeros(1, np.int64), memoryview(b"")
     buffers = column.buffers()
-    end = column.offset + len(column) + 1
     items = memoryview(buffers[-1] or b"")
     if pa.types.is_large_list(column.type):
         items = items.cast("B").cast("H" if column.type.value_type == pa.uint16() else "i")
-    return np.frombuffer(buffers[1], np.int64)[column.offset : end], items
+    return np.frombuffer(buffers[1], np.int64)[column.offset :][: len(column) + 1], items
 
 
 def digest(documents: Documents) -> tuple[Digests, Digests]:
@@ -317,8 +317,8 @@ def digest(documents: Documents) -> tuple[Digests, Digests]:
     contents: Any = texts[0] if len(texts) == 1 else map(prompt_content, *texts)
     # The digest's bytes are big endian.
     digests = b"".join(map(xxhash.xxh3_128_digest, contents))
-    halves = np.frombuffer(digests, ">u8").astype(np.uint64).reshape(-1, 2)
-    return halves[:, 0], halves[:, 1]
+    high, low = np.frombuffer(digests, ">u8").astype(np.uint64).reshape(-1, 2).T
+    return high, low
 
 
 def _open_encoder(options: TokenizeOptions) -> TokenEncoder:
