@@ -143,7 +143,7 @@ def identity(spec: StreamSpec, sources: Sequence[Source], tokenizer: str | None)
         }
         for (path, weight), source in zip(spec.corpora, sources, strict=True)
     ]
-    combined = str(corpora[0]["fingerprint"])
+    combined = sources[0].fingerprint
     if len(corpora) > 1:
         contents = [(corpus["fingerprint"], corpus["weight"]) for corpus in corpora]
         combined = short_digest(json.dumps(contents))
@@ -164,27 +164,28 @@ def merge_states(states: Sequence[State]) -> State:
 
     Ranks that differ only in tensor or pipeline rank have the same slots, and equal states.
     """
+    first = states[0]
     by_slot: dict[int, list[int]] = {}
     for state in states:
-        check_same_stream(states[0], state)
+        check_same_stream(first, state)
         for slot, position in enumerate(state["slots"], start=state["first_slot"]):
             if by_slot.setdefault(slot, position) != position:
                 raise DataError(
                     f"two ranks report different positions for slot {slot} of the data stream: "
                     f"{by_slot[slot]} and {position}; merge states taken after the same step"
                 )
-        if state["counts"] != states[0]["counts"]:
+        if state["counts"] != first["counts"]:
             raise DataError(
-                f"two ranks have drawn {states[0]['counts']} and {state['counts']} sequences from "
+                f"two ranks have drawn {first['counts']} and {state['counts']} sequences from "
                 "the corpora; merge states taken after the same step"
             )
-    missing = sorted(set(range(states[0]["global_batch"])) - set(by_slot))
-    if missing:
+    slots = range(first["global_batch"])
+    if missing := [slot for slot in slots if slot not in by_slot]:
         raise DataError(
-            f"{len(missing)} of {states[0]['global_batch']} slots of the data stream are in no "
+            f"{len(missing)} of {len(slots)} slots of the data stream are in no "
             f"state, the first is {missing[0]}; pass the state of every data-parallel rank"
         )
-    return {**states[0], "first_slot": 0, "slots": [by_slot[slot] for slot in sorted(by_slot)]}
+    return {**first, "first_slot": 0, "slots": [by_slot[slot] for slot in slots]}
 
 
 def check_same_stream(here: State, saved: State) -> None:
@@ -196,13 +197,13 @@ def check_same_stream(here: State, saved: State) -> None:
                 f"{here[key]}; {_FIX}"
             )
     # Contents and weights, not paths: a corpus may have been moved.
-    corpora = saved.get("corpora", [])
-    if len(here["corpora"]) != len(corpora):
+    corpora, saved_corpora = here["corpora"], saved.get("corpora", [])
+    if len(corpora) != len(saved_corpora):
         raise DataError(
-            f"the data state was saved with {len(corpora)} corpora, this stream has "
-            f"{len(here['corpora'])}; {_FIX}"
+            f"the data state was saved with {len(saved_corpora)} corpora, this stream has "
+            f"{len(corpora)}; {_FIX}"
         )
-    for now, then in zip(here["corpora"], corpora, strict=True):
+    for now, then in zip(corpora, saved_corpora, strict=True):
         if now["fingerprint"] != then["fingerprint"]:
             raise DataError(
                 f"the data state was saved with corpus {then['path']} (fingerprint "

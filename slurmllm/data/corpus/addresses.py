@@ -130,10 +130,9 @@ def _enters_network(url: URL, target: URL) -> bool:
     for entry in entries:
         address = ipaddress.ip_address(str(entry[4][0]).partition("%")[0])
         address = getattr(address, "ipv4_mapped", None) or address
-        is_number = str(address) == target.host
         if address.is_loopback or address.is_link_local or address.is_unspecified:
             return True
-        if is_number and not address.is_global:
+        if str(address) == target.host and not address.is_global:
             return True
     return False
 

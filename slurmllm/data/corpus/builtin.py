@@ -52,9 +52,9 @@ def ensure_stdlib(folder: Path, vocab_size: int = VOCAB_SIZE) -> tuple[Path, Pat
     options = ReadOptions(text_by="paragraph", skip_bad=True)
     files = _sources()
     if not corpus.is_file():
-        corpus.parent.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
         # In a folder of its own, since two builds of one output exclude each other.
-        with tempfile.TemporaryDirectory(prefix=".stdlib-", dir=corpus.parent) as temporary:
+        with tempfile.TemporaryDirectory(prefix=".stdlib-", dir=folder) as temporary:
             built = Path(temporary) / corpus.name
             build_corpus(files, built, options)
             manifest_path(built).replace(manifest_path(corpus))

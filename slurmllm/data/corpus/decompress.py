@@ -65,17 +65,15 @@ class OpenedInput(io.RawIOBase):
 
         Raises ForeignFormatError if the first bytes are of a format that is not text.
         """
-        if self._is_checked:
-            return self._read(size)
-        self._is_checked = True
         data = self._read(size)
-        if refusal := foreign_format(self.file.name, data):
+        if not self._is_checked and (refusal := foreign_format(self.file.name, data)):
             raise ForeignFormatError(refusal)
+        self._is_checked = True
         return data
 
     def _read(self, size: int) -> bytes:
         if self.file.compression is None:
-            return self._raw.read(size) or b""
+            return self._raw.read(size)
         if self._error is not None:
             raise self._error
         blocks: list[bytes] = []
@@ -102,11 +100,8 @@ class OpenedInput(io.RawIOBase):
         while data := self.read(size):
             if self.file.format in ("text", "jsonl") and (held or b"\r" in data):
                 data = held + data
-                held = b""
-                if data.endswith(b"\r"):
-                    data = data[:-1]
-                    held = b"\r"
-                data = _LONE_RETURN.sub(b"\n", data)
+                held = data[-1:] if data.endswith(b"\r") else b""
+                data = _LONE_RETURN.sub(b"\n", data.removesuffix(b"\r"))
             if data:
                 yield data
         if held:
@@ -173,12 +168,11 @@ class _Streams:
         while not data:
             packed = b""
             if self._decompressor.eof:
-                packed = self._decompressor.unused_data.lstrip(b"\0")
-                while not packed:
-                    padding = self._file.read(_STEP_BYTES)
-                    if not padding:
+                packed = self._decompressor.unused_data
+                while not (packed := packed.lstrip(b"\0")):
+                    packed = self._file.read(_STEP_BYTES)
+                    if not packed:
                         return b""
-                    packed = padding.lstrip(b"\0")
                 self._decompressor = self._new()
             elif self._decompressor.needs_input:
                 packed = self._file.read(_STEP_BYTES)

@@ -247,14 +247,16 @@ class Fetch:
         partial_file = None if is_present else os.fdopen(open_update(part_file), "r+b")
         with partial_file or open_regular(path) as stream:
             for address, state in zip(addresses, states, strict=True):
-
-                def show(done: int) -> None:
-                    self.on_progress(f"fetching {name}", done, total)
-
                 end = begin + (state.size or 0)
                 try:
                     if partial_file is not None:
-                        end = self._append(address, state, partial_file, begin, show)
+                        end = self._append(
+                            address,
+                            state,
+                            partial_file,
+                            begin,
+                            lambda done: self.on_progress(f"fetching {name}", done, total),
+                        )
                     origin = _compared(address, state, published, stream, (begin, end))
                 except DataError as error:
                     if partial_file is None:
@@ -396,9 +398,8 @@ def _compared(
     digest = hashlib.sha256()
     stated = published.sha256 or state.sha256
     stream.seek(begin)
-    while begin < end and (chunk := stream.read(min(_CHUNK, end - begin))):
+    while chunk := stream.read(min(_CHUNK, end - stream.tell())):
         digest.update(chunk)
-        begin += len(chunk)
     sha256 = digest.hexdigest()
     if stated not in (None, sha256):
         raise DataError(

@@ -44,14 +44,15 @@ def select_data(
     every = [path for path, _ in files]
     data = [path for path in every if not _DOCUMENTATION.fullmatch(path.name)]
     tables = {path for path, is_text in files if not is_text}.intersection(data)
+    no_code = [path for path in data if path.suffix not in _CODE]
     if tables:
-        data = [path for path in data if path.suffix not in _CODE]
+        data = no_code
     if not data:
         return every
     splits = _splits(folder)
     unnamed = {str(path.absolute()) for path in data}.difference(*splits.values())
-    is_code = all(path.suffix in _CODE for path in data)
-    if not tables and split is None and (is_code or (unnamed and not {DEFAULT} < splits.keys())):
+    has_no_split = not no_code or (unnamed and not {DEFAULT} < splits.keys())
+    if not tables and split is None and has_no_split:
         splits = {}  # plain texts and code may be called anything
     if documentation := {*every} - {*data}:
         left_out = list_some(documentation, folder)
@@ -80,14 +81,12 @@ def _of_split(
     on_note: OnNote,
 ) -> list[P]:
     names = ", ".join(sorted(splits))
-    chosen = split or DEFAULT
-    if split is None and len(splits) == 1:
-        (chosen,) = splits
+    chosen = split or (DEFAULT if len(splits) > 1 else min(splits))
     selected = [path for path in data if str(path.absolute()) in splits.get(chosen, ())]
     if not selected:
         raise DataError(
-            f"{folder} has no split {chosen!r} but {names or 'no splits'}; choose one with "
-            f"--split, or --split {ALL}"
+            f"{folder} has no split {chosen!r} but {names}; choose one with --split, or "
+            f"--split {ALL}"
         )
     omitted = [path for path in data if path not in selected]
     if omitted:
@@ -111,7 +110,8 @@ def missing_shards(paths: Iterable[AnyPath]) -> list[str]:
     for begin, digits, end, total in {(m[1], len(m[2]), m[3], int(m[4])) for m in matches}:
         shards = [f"{begin}{number:0{digits}}{end}" for number in range(total + 1)]
         starts_at_1 = shards[0] not in names and shards[-1] in names
-        missing += sorted({*(shards[1:] if starts_at_1 else shards[:-1])} - names)
+        shards.pop(0 if starts_at_1 else -1)
+        missing += sorted({*shards} - names)
     return missing
 
 
@@ -127,8 +127,8 @@ def _splits(folder: str) -> dict[str, set[str]]:
 
     base = str(UPath(folder).absolute())
     try:
-        patterns = _configured_patterns(folder) or get_data_patterns(base)
-        files = DataFilesDict.from_patterns(sanitize_patterns(patterns), base_path=base)
+        patterns = sanitize_patterns(_configured_patterns(folder) or get_data_patterns(base))
+        files = DataFilesDict.from_patterns(patterns, base_path=base)
     except (EmptyDatasetError, FileNotFoundError):
         return {}
     return {str(split): {str(UPath(file)) for file in names} for split, names in files.items()}
@@ -154,8 +154,6 @@ def _configured_patterns(folder: str) -> Any:
     return None if name is None else configs[name].get("data_files")
 
 
-def list_some(paths: Collection[AnyPath | str], folder: str | None = None) -> str:
-    first = min(map(str, paths))
-    if folder is not None:
-        first = first.removeprefix(f"{folder}/")
+def list_some(paths: Collection[AnyPath | str], folder: str = ".") -> str:
+    first = min(map(str, paths)).removeprefix(f"{folder}/")
     return first if len(paths) == 1 else f"{len(paths):,} files such as {first}"

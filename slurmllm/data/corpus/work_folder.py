@@ -200,9 +200,9 @@ def output_files(paths: Sequence[Path], work: WorkFolder) -> Iterator[list[Outpu
 def _rename(paths: Sequence[Path], work: WorkFolder) -> None:
     # A new corpus appears last: until then, the same command continues. An old one is never absent,
     # and its manifest must not describe the new one.
-    order = list(reversed(paths))
+    order = paths[::-1]
     if paths[0].exists():
-        order.reverse()
+        order = paths
         paths[-1].unlink(missing_ok=True)
     for path in order:
         work.scratch(path.name).replace(path)

@@ -32,6 +32,7 @@ from slurmllm.data.sources.arrow import FILE_BEGIN, MappedBatches
 from slurmllm.data.sources.base import Integers
 
 _MOST_ROWS = 1 << 16
+_BINARY = {pa.string(): pa.binary(), pa.large_string(): pa.large_binary()}
 
 
 class _NoColumnError(Exception):
@@ -70,15 +71,14 @@ def _parquet_batches(stream: OpenedInput, options: ReadOptions) -> Iterator[pa.R
     file = pq.ParquetFile(path if isinstance(path, Path) else RemoteFile(path), pre_buffer=False)
     keys = _check_columns(options, file.schema_arrow)
     # Rows that hold about CHUNK_BYTES, by the size of all columns.
-    groups = (file.metadata.row_group(i) for i in range(file.metadata.num_row_groups))
-    total = sum(group.total_byte_size for group in groups)
-    rows = file.metadata.num_rows * CHUNK_BYTES // max(total, 1)
-    rows = min(max(rows, 16), _MOST_ROWS)
+    data = file.metadata
+    total = sum(data.row_group(i).total_byte_size for i in range(data.num_row_groups))
+    rows = min(max(data.num_rows * CHUNK_BYTES // max(total, 1), 16), _MOST_ROWS)
     done = 0
     # One thread: other processes read other shards at the same time.
     for batch in file.iter_batches(rows, columns=keys, use_threads=False):
         done += batch.num_rows
-        stream.mapped_bytes = stream.file.size_bytes * done // file.metadata.num_rows
+        stream.mapped_bytes = stream.file.size_bytes * done // data.num_rows
         yield batch
 
 
@@ -117,7 +117,7 @@ def _check_columns(options: ReadOptions, schema: pa.Schema) -> list[str]:
             raise _NoColumnError(f"{count} columns are called {key!r}; rename one of them")
         kind = schema.field(key).type
         value_type = kind.value_type if pa.types.is_dictionary(kind) else kind
-        if value_type not in (pa.string(), pa.large_string(), pa.string_view()):
+        if value_type not in (*_BINARY, pa.string_view()):
             raise _NoColumnError(f"column {key!r} is {kind}, not strings; {SEE_KEYS}")
     return list(dict.fromkeys(options.keys))
 
@@ -132,10 +132,9 @@ def _check_bounds(column: pa.Array) -> None:
         column.cast(pa.binary_view()).validate(full=True)
     elif pa.types.is_dictionary(column.type):
         values = column.dictionary
-        if values.type in (pa.string(), pa.large_string()):
-            values = values.cast(pa.binary() if values.type == pa.string() else pa.large_binary())
+        values = values.cast(_BINARY.get(values.type, values.type))
         pa.DictionaryArray.from_arrays(column.indices, values, safe=False).validate(full=True)
-    elif column.type not in (pa.string(), pa.large_string()):
+    elif column.type not in _BINARY:
         column.validate(full=True)
 
 
@@ -159,8 +158,7 @@ def _sizes(column: pa.Array) -> Integers:
         views = np.frombuffer(column.buffers()[1], np.int32).reshape(-1, 4)
         return views[column.offset : column.offset + len(column), 0].astype(np.int64)
     else:
-        binary = pa.binary() if column.type == pa.string() else pa.large_binary()
-        column = reinterpret(column, binary)
+        column = reinterpret(column, _BINARY[column.type])
         column.validate(full=True)
         sizes = pc.binary_length(column)
     return np.asarray(sizes.fill_null(0), np.int64)
@@ -187,10 +185,10 @@ def read_delimited(
             chunksize=_ROWS,
         )
         for frame in frames:
-            missing = [key for key in options.keys if key not in frame.columns]
-            if missing:
-                on_error(f"{name}: {no_column(missing[0], [*map(str, frame.columns)])}", "file")
-                return
+            for key in options.keys:
+                if key not in frame.columns:
+                    on_error(f"{name}: {no_column(key, [*map(str, frame.columns)])}", "file")
+                    return
             if not isinstance(frame.index, pd.RangeIndex):  # pandas takes it for a row's name
                 on_error(f"{name}: rows have more columns than the header", "file")
                 return

@@ -57,13 +57,13 @@ def read_json_lines(
 def _is_array(begin: bytes) -> bool:
     """Return whether a file is one array, by its first bytes; not lines of which one is a list."""
     first, _, remainder = begin.lstrip().partition(b"\n")
-    if not first.startswith(b"[") or not remainder.strip():
-        return first.startswith(b"[")
+    if not first.startswith(b"["):
+        return False
     try:
         json.loads(first)
     except (ValueError, RecursionError):
         return True
-    return False
+    return not remainder.strip()
 
 
 def _parse_block(block: bytes, feeds: Integers, keys: tuple[str, ...]) -> Documents | None:
@@ -73,11 +73,8 @@ def _parse_block(block: bytes, feeds: Integers, keys: tuple[str, ...]) -> Docume
     data = np.frombuffer(block, np.uint8)
     inner = feeds[: len(feeds) - block.endswith(b"\n")]
     last = data[inner - 1]
-    if (last == ord("\r")).any():
-        last = np.where(last == ord("\r"), data[inner - 2], last)
-    if (last != ord("}")).any() or (data[inner + 1] != ord("{")).any():
-        return None
-    if not valid_utf8(block):
+    last = np.where(last == ord("\r"), data[inner - 2], last)
+    if (last != ord("}")).any() or (data[inner + 1] != ord("{")).any() or not valid_utf8(block):
         return None
     try:
         table = pj.read_json(
@@ -103,21 +100,20 @@ def _parse_lines(
     rows = []
     lines = [] if block.isspace() else block.split(b"\n")  # there are files of line ends only
     for number, line in enumerate(lines, start=first_line):
-        if not line or line.isspace():
+        if not line.strip():
             continue
         location = f"{name}:{number}"
         try:
             record = json.loads(line.decode("utf-8").rstrip())
         except UnicodeDecodeError as error:
             on_error(f"{location}: byte {error.start} of the line is not UTF-8")
-            continue
         except (ValueError, RecursionError) as error:
             reason = str(error)
             if isinstance(error, json.JSONDecodeError):  # its message counts lines of its own
                 reason = f"{error.msg} at character {error.pos + 1}"
             on_error(f"{location}: not JSON: {reason}; a line must hold one whole object")
-            continue
-        rows += _rows(record, location, options, on_error)
+        else:
+            rows += _rows(record, location, options, on_error)
     return _documents(rows, options)
 
 

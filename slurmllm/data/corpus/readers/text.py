@@ -80,18 +80,17 @@ def read_text(stream: OpenedInput, options: ReadOptions, on_error: OnError) -> I
 
 
 def _whole_file(stream: OpenedInput, on_error: OnError) -> Iterator[bytes]:
-    held = []
+    content = bytearray()
     try:
         for data in stream.blocks(CHUNK_BYTES):
-            held.append(data)
-            if sum(map(len, held)) > base.LARGEST_DOCUMENT:
+            content += data
+            if len(content) > base.LARGEST_DOCUMENT:
                 on_error(f"{stream.file.name}: {base.too_large('document')}", "file")
                 return
     except OSError:
-        lines, feed, _ = b"".join(held).rpartition(b"\n")
-        yield lines + feed
+        yield bytes(content[: content.rfind(b"\n") + 1])
         raise
-    yield b"".join(held)
+    yield bytes(content)
 
 
 def _paragraph_blocks(stream: OpenedInput, on_error: OnError) -> Iterator[bytes]:
@@ -143,7 +142,7 @@ def _paragraphs(block: bytes) -> Spans:
         ends.append(last_line - 1)
     else:
         begins.pop()
-    return np.stack([np.array(begins, np.int64), np.array(ends, np.int64)], axis=1)
+    return np.array([begins, ends], np.int64).T
 
 
 def _lines(block: bytes) -> Spans:
@@ -153,9 +152,8 @@ def _lines(block: bytes) -> Spans:
     spans = spans[spans[:, 0] < spans[:, 1]]
     # Only lines that begin with white space can be blank, and most of those are indented code.
     spaced = np.flatnonzero(np.frombuffer(block, np.uint8)[spans[:, 0]] <= ord(" "))
-    keep = np.ones(len(spans), bool)
-    keep[spaced] = [not block[begin:end].isspace() for begin, end in spans[spaced].tolist()]
-    return spans[keep]
+    blank = [block[begin:end].isspace() for begin, end in spans[spaced].tolist()]
+    return np.delete(spans, spaced[blank], axis=0)
 
 
 # How to read blocks of whole documents, and how to find the documents in one.
