@@ -183,9 +183,9 @@ def import_(source: str, out: str, dtype: str, shard_size: int, as_json: bool) -
 
     plan = plan_import(folder, WEIGHT_TYPES[dtype])
     with input_progress("importing", sum(plan.sizes_bytes)) as on_progress:
-        manifest = run_import(plan, target, shard_size, on_progress)
-    num_bytes = sum(file.bytes for file in manifest.files)
-    num_files = len(manifest.files) + 1  # the manifest does not list itself
+        files = run_import(plan, target, shard_size, on_progress).files
+    num_bytes = sum(file.bytes for file in files)
+    num_files = len(files) + 1  # the manifest does not list itself
     fields = {
         "checkpoint": str(target),
         "source": source,
@@ -254,8 +254,11 @@ def export(
         f"{format_count(exported.num_parameters)} parameters, {format_bytes(exported.num_bytes)} "
         f"of weights in {format_plural(num_files, 'file')}, from {exported.checkpoint}"
     )
-    missing = "no tokenizer is known: --tokenizer FILE adds one to the weights"
-    more = () if exported.tokenizer else (missing,)
+    more = (
+        []
+        if exported.tokenizer
+        else ["no tokenizer is known: --tokenizer FILE adds one to the weights"]
+    )
     _report(as_json, exported.path, began, exported.to_dict(), summary, *more)
 
 
@@ -274,10 +277,9 @@ def _verified(entries: list[CheckpointEntry]) -> list[CheckpointEntry]:
     from slurmllm.core.display.progress import input_progress
     from slurmllm.train.checkpoint.catalogue import verify_entry
 
-    total_bytes = sum(entry.num_bytes for entry in entries)
     verified = []
     before = 0  # bytes of the checkpoints verified so far
-    with input_progress("verifying", total_bytes) as on_progress:
+    with input_progress("verifying", sum(entry.num_bytes for entry in entries)) as on_progress:
 
         def on_entry_progress(done_bytes: int) -> None:
             on_progress(before + done_bytes)

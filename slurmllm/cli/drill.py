@@ -6,7 +6,7 @@ import signal
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -25,13 +25,6 @@ if TYPE_CHECKING:
 
 _HEADINGS = ("kind", "at step", "class", "lost", "to next step")
 _PHASES = ("requeue", "detection", "preflight", "cache", "launch", "start-up", "first step")
-
-
-class _Subject(NamedTuple):
-    run: RunDir  # of a recipe: a directory that does not exist
-    config: RunConfig
-    last: Submission | None
-    overrides: Sequence[str]  # that are not in the configuration
 
 
 @click.command()
@@ -102,12 +95,11 @@ def drill(
     if tolerance is not None:
         check_tolerances({"--tolerance": tolerance})
         tolerances = Tolerances(loss=tolerance, grad_norm=tolerance)
-    subject = _find(run, runs_dir, cluster, local, command, overrides)
-    count, here = nodes_and_mode(subject.last, nodes, local)
-    chosen = parse_kinds(kinds, count, not subject.config.recipe.worker.has_model)
-    planned["overrides"] = subject.overrides
-    plan = make_plan(subject.run, subject.config, count, here, chosen, **planned)
-    reason = why_no_reference(plan, subject.overrides)
+    drilled, config, last, overrides = _find(run, runs_dir, cluster, local, command, overrides)
+    count, here = nodes_and_mode(last, nodes, local)
+    chosen = parse_kinds(kinds, count, not config.recipe.worker.has_model)
+    plan = make_plan(drilled, config, count, here, chosen, overrides=overrides, **planned)
+    reason = why_no_reference(plan, overrides)
     runner = LocalRunner() if plan.local else SlurmRunner(client)
     if not as_json:
         _print_plan(plan, reason)
@@ -127,9 +119,11 @@ def drill(
 
 def _print_plan(plan: DrillPlan, reason: str | None) -> None:
     source = f"a separate run, because {reason}" if reason else f"{plan.run.name} itself"
-    extent = f"{plan.steps} steps each, a checkpoint every {plan.every_steps}"
+    extent = f"{plan.steps or 'all'} steps each"
     if plan.trainer is not None:
-        extent, source = f"{plan.steps or 'all'} steps each", "two separate runs, for their noise"
+        source = "two separate runs, for their noise"
+    else:
+        extent += f", a checkpoint every {plan.every_steps}"
     click.echo(f"drill      {', '.join(plan.kinds)}: {extent}, {plan.nodes} node(s)")
     click.echo(f"reference  {source}")
     _echo_row(None, plan.trainer is not None)
@@ -141,22 +135,25 @@ def _find(
     cluster: str | None,
     local: bool,
     command: str | None,
-    overrides: Sequence[str],
-) -> _Subject:
-    """Return the run, or the recipe with a command, of which copies are made."""
+    overrides: Texts,
+) -> tuple[RunDir, RunConfig, Submission | None, Texts]:
+    """Return the run, or the recipe with a command, of which copies are made.
+
+    The directory of a recipe does not exist. The overrides are those not in the configuration.
+    """
     from slurmllm.core.config.load import load
     from slurmllm.core.config.profiles import TRAINERS, available
     from slurmllm.core.config.resolve import local_cluster, recipes_dir, resolve
     from slurmllm.core.run.records import JobsRecord
     from slurmllm.launch.submit.inputs import with_folder
 
-    names = name in available(recipes_dir()) or name.startswith(f"{TRAINERS}/")
-    is_recipe = names or name.endswith((".yaml", ".yml"))
+    is_file = name.startswith(f"{TRAINERS}/") or name.endswith((".yaml", ".yml"))
+    is_recipe = is_file or name in available(recipes_dir())
     if command is None and (not is_recipe or is_run(runs_dir / name)):
         run = find_run(name, runs_dir)
         if cluster is not None:
             raise RunError(f"--cluster {cluster}: {name} is a run, with a profile; leave it out")
-        return _Subject(run, load(run.config, trusted=True), JobsRecord.of(run).last, overrides)
+        return run, load(run.config, trusted=True), JobsRecord.of(run).last, overrides
     config = resolve(
         name, local_cluster(cluster, local), overrides, {"command.run": ("command line", command)}
     )
@@ -165,7 +162,7 @@ def _find(
             f"{name} is a recipe without a command: `slurmllm submit {name} --smoke`, then "
             "`slurmllm drill` with the name of that run"
         )
-    return _Subject(RunDir(runs_dir / config.recipe.name), with_folder(config), None, ())
+    return RunDir(runs_dir / config.recipe.name), with_folder(config), None, ()
 
 
 def _run(drilling: Drill, keep: bool) -> DrillReport:
@@ -174,8 +171,7 @@ def _run(drilling: Drill, keep: bool) -> DrillReport:
     try:
         return drilling.run(keep)
     except BaseException:
-        if drilling.copies:
-            names = ", ".join(copy.name for copy in drilling.copies)
+        if names := ", ".join(copy.name for copy in drilling.copies):
             options.note(f"runs of the drill that were not removed: {names}")
         if drilling.plan.results.is_file():
             options.note(f"results so far: {drilling.plan.results}")
@@ -192,8 +188,8 @@ def _progress() -> Callable[[str], None]:
         nonlocal last
         status = status.partition(", step")[0]  # not a line for every step
         if status != last:
-            last = status
             options.note(status)
+        last = status
 
     return echo
 
@@ -203,15 +199,15 @@ def _print(report: DrillReport) -> None:
         click.echo(f"kept: {', '.join(report.kept)}")
     tested = [result for result in report.drills if result.tested]
     failed = report.failed
+    count = len(tested)
     if tested and report.repeat is not None:
         lost = max(result.steps_lost or 0 for result in tested)
         times = [result.recovery.total_s for result in tested if result.recovery]
         click.echo(
-            f"{report.run} {_how_resumed(tested)} of {len(tested)} faults: up to {lost} steps "
+            f"{report.run} {_how_resumed(tested)} of {count} faults: up to {lost} steps "
             f"lost, {max(times, default=0.0):.1f} s to the next step"
         )
     elif tested and not failed:
-        count = len(tested)
         click.echo(f"{report.run} recovers from {count} of {count}: curves match the reference")
     if untested := [result.kind for result in report.drills if not result.tested]:
         click.echo(f"not tested: {', '.join(untested)}")
@@ -224,23 +220,25 @@ def _how_resumed(tested: Sequence[DrillResult]) -> str:
     passed = [result.resume for result in tested if result.passed and result.resume]
     if not passed:
         return f"does not resume exactly after {len(tested)}"
+    how = "exactly in the digits printed"
     if any(resume.verdict != "exact" for resume in passed):
-        return f"resumes within the noise after {len(passed)}"
-    digits = "" if all(resume.text == "exact" for resume in passed) else " in the digits printed"
-    return f"resumes exactly{digits} after {len(passed)}"
+        how = "within the noise"
+    elif all(resume.text == "exact" for resume in passed):
+        how = "exactly"
+    return f"resumes {how} after {len(passed)}"
 
 
 def _echo_row(result: DrillResult | None, of_trainer: bool = False, passed: str = "exact") -> None:
     """Print the row of a copy that has ended, with its faults; None: the headings."""
     # The widths are those of the longest usual row: the later rows are not known yet.
-    more = ("from step", "resume") if of_trainer else (*_PHASES, "verdict")
-    headings = (*_HEADINGS, *more)
+    headings = (*_HEADINGS, *(("from step", "resume") if of_trainer else (*_PHASES, "verdict")))
     longest = ["first_node", "", "storage_failure" if of_trainer else "advance_signal"]
-    longest += [""] * len(headings[3:])
-    rows = [longest] if result is None else [longest, _row(result, of_trainer, passed)]
-    heading, _, *lines = fitted([Column(name) for name in headings], rows, 0).lines
+    rows: list[Sequence[str]] = [longest + [""] * len(headings[3:])]
+    if result is not None:
+        rows.append(_row(result, of_trainer, passed))
+    heading, _, *lines = fitted([*map(Column, headings)], rows, 0).lines
     if result is None:
-        click.echo(click.style(heading, bold=True))
+        click.secho(heading, bold=True)
         return
     head = result.kind if result.tested else f"{result.kind}: not tested"
     for line in (*lines, *(f"{head}: {fault}" for fault in result.faults)):
@@ -248,6 +246,9 @@ def _echo_row(result: DrillResult | None, of_trainer: bool = False, passed: str 
 
 
 def _row(result: DrillResult, of_trainer: bool, passed: str) -> Texts:
+    def number(value: int | None) -> str:
+        return "" if value is None else str(value)
+
     seconds = [""] * 8
     if result.recovery is not None:
         total_s, *phases = result.recovery.model_dump().values()  # in the order of the columns
@@ -256,15 +257,14 @@ def _row(result: DrillResult, of_trainer: bool, passed: str) -> Texts:
     if of_trainer:
         seconds = [seconds[0], ""]
     if (resume := result.resume) is not None:
-        seconds[1] = "" if resume.from_step is None else str(resume.from_step)
-        verdict = f"{resume.text} ({resume.confidence})"
-        if resume.by_hand:
-            verdict += ", resumed by hand"
+        seconds[1] = number(resume.from_step)
+        by_hand = ", resumed by hand" if resume.by_hand else ""
+        verdict = f"{resume.text} ({resume.confidence}){by_hand}"
     return (
         result.kind,
-        "" if result.at_step is None else str(result.at_step),
+        number(result.at_step),
         result.ending or "",
-        "" if result.steps_lost is None else str(result.steps_lost),
+        number(result.steps_lost),
         *seconds,
         verdict,
     )

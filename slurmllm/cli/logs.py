@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
+from datetime import datetime
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -49,12 +50,11 @@ def _parse_ranks(
     for segment in value.split(","):
         # A slip of the keyboard would fill the memory: a rank has at most six digits.
         match = re.fullmatch(r"\s*([0-9]{1,6})(?:-([0-9]{1,6}))?\s*", segment)
-        if match is None:
-            fault = f"{segment!r} is not a rank below 1000000; write it as 0,3,8-11"
-            raise UserError(f"--ranks {value}: {fault}")
-        first, last = int(match[1]), int(match[2] or match[1])
-        if last < first:
+        fault = f"{segment!r} is not a rank below 1000000; write it as 0,3,8-11"
+        if match is not None:
+            first, last = int(match[1]), int(match[2] or match[1])
             fault = f"{segment!r} ends before it begins; write {last}-{first}"
+        if match is None or last < first:
             raise UserError(f"--ranks {value}: {fault}")
         ranks.update(range(first, last + 1))
     return frozenset(ranks)
@@ -128,8 +128,9 @@ def logs(
 def _check_options(ctx: click.Context, stacks: bool) -> None:
     used = options.given(ctx)
     if stacks and (unused := {*used} - {"run", "--stacks", "--rank", "--runs-dir"}):
-        names = " and ".join(sorted(unused))
-        raise UserError(f"--stacks combines only with --rank; leave out {names}")
+        raise UserError(
+            f"--stacks combines only with --rank; leave out {' and '.join(sorted(unused))}"
+        )
     if len(selectors := [name for name in used if name in _SELECTORS]) > 1:
         raise UserError(f"{' and '.join(selectors)}: each selects workers; give one of them")
 
@@ -145,8 +146,8 @@ def _coloured(message: str) -> str:
     from slurmllm.core.log import parse_line
 
     record = parse_line(message)
-    style = _LEVELS.get(record.level) if record is not None else None
-    return message if style is None else click.style(message, **style)
+    style = _LEVELS.get(record.level) if record else None
+    return click.style(message, **style) if style else message
 
 
 @dataclass
@@ -192,28 +193,31 @@ def _stacks(run: RunDir, rank: int | None) -> str:
     hung = [attempt for attempt in run.attempts("train") if attempt.stacks(0).parent.is_dir()]
     if not hung:
         raise RunError(f"{run.name} has no stacks: no attempt of it has hung")
-    dumps = read_stacks(hung[-1])
+    attempt = hung[-1]
+    dumps = read_stacks(attempt)
     if not dumps:
-        raise RunError(f"{run.name} has no stacks that can be read; see {hung[-1].path}")
-    attempt = f"attempt {hung[-1].number}"
+        raise RunError(f"{run.name} has no stacks that can be read; see {attempt.path}")
     if rank is not None and rank not in dumps:
-        listed = ", ".join(map(str, sorted(dumps)))
-        raise RunError(f"rank {rank}: no stacks in {attempt}; there are {listed}")
-    locations = read_locations(hung[-1])
+        raise RunError(
+            f"rank {rank}: no stacks in attempt {attempt.number}; there are "
+            f"{', '.join(map(str, sorted(dumps)))}"
+        )
+    locations = read_locations(attempt)
     differing = [locations[outlier].worker for outlier in outliers(locations)]
-    stacks = []
+    reports = {}
     for worker in dict.fromkeys((*differing, *sorted(dumps))) if rank is None else [rank]:
         mark = ", differs from the others" if worker in differing else ""
-        stacks.append(f"{attempt}, rank {worker}{mark}\n{dumps[worker].rstrip()}\n")
-    if rank is None and hung[-1].collectives(0).parent.is_dir():
-        reports = {"NCCL RAS": ras_report(hung[-1])}
+        reports[f"rank {worker}{mark}"] = f"{dumps[worker]}\n"
+    if rank is None and attempt.collectives(0).parent.is_dir():
+        reports["NCCL RAS"] = ras_report(attempt)
         with suppress(StorageError):
-            world_size = AttemptRecord.load(hung[-1].record).world_size
-            reports["torchfrtrace"] = torch_analysis(hung[-1], world_size)
-        stacks += [
-            f"{attempt}, {name}\n{report.rstrip()}\n" for name, report in reports.items() if report
-        ]
-    return "\n".join(stacks)
+            world_size = AttemptRecord.load(attempt.record).world_size
+            reports["torchfrtrace"] = torch_analysis(attempt, world_size)
+    return "\n".join(
+        f"attempt {attempt.number}, {name}\n{report.rstrip()}\n"
+        for name, report in reports.items()
+        if report
+    )
 
 
 def _print_failures(selection: LogSelection, lines: int, follow: bool) -> None:
@@ -244,8 +248,7 @@ def _print_culprit(run: RunDir, culprit: Culprit, lines: int) -> None:
     from slurmllm.analysis.status.logs import last_lines
 
     record, failure = culprit.record, culprit.failure
-    action = f" → {record.action}" if record.action else ""
-    ending = f"{record.ending or 'failing'}{action}"
+    ending = " → ".join(filter(None, (record.ending or "failing", record.action)))
     click.secho(f"{run.name}, {record.stage} attempt {record.attempt}: {ending}", bold=True)
     _echo(f"  {line}" for line in record.evidence)
     if culprit.rank is None:
@@ -257,8 +260,8 @@ def _print_culprit(run: RunDir, culprit: Culprit, lines: int) -> None:
     _echo(f"  {line}" for line in culprit.how)
     if failure is not None:
         step = f" after step {failure.step}" if failure.step is not None else ""
-        failed_at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(failure.time))
-        click.echo(f"  {failed_at}{step}, blame: {failure.blame}")
+        failed_at = datetime.fromtimestamp(failure.time)
+        click.echo(f"  {failed_at:%Y-%m-%d %H:%M:%S}{step}, blame: {failure.blame}")
         click.echo(f"  {failure.error}: {failure.message}\n{failure.traceback.rstrip()}".rstrip())
     if culprit.stacks:
         click.echo(f"  stacks of all workers: `slurmllm logs {run.name} --stacks`")
@@ -274,10 +277,10 @@ def _until_ended(run: RunDir) -> Iterator[bool]:
     from slurmllm.core.slurm.client import SlurmClient
     from slurmllm.launch.supervise.run_state import is_active
 
-    client, asked_at, unreachable, ended = SlurmClient(), float("-inf"), False, False
+    client, ask_at, unreachable, ended = SlurmClient(), 0.0, False, False
     while not ended:
-        if time.monotonic() >= asked_at + _ASK_S:
-            asked_at = time.monotonic()
+        if time.monotonic() >= ask_at:
+            ask_at = time.monotonic() + _ASK_S
             try:
                 ended, unreachable = not is_active(run, client), False
             except SlurmError as error:  # slurmctld may be restarting

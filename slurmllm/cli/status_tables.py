@@ -76,13 +76,13 @@ def runs_view(
 
     With a `height` each run takes one line, and older ones that do not fit are only counted.
     """
-    listed = list(states)
-    if height is not None and len(listed) > height:
-        # Active runs first; by identity, as two runs may have equal figures.
-        fitting = {id(state) for state in sorted(listed, key=lambda s: s.active)[-max(height, 1) :]}
-        listed = [state for state in listed if id(state) in fitting]
     # A redrawn table must not be longer than the terminal: one line per run.
     one_line = height is not None
+    listed = states
+    if height is not None and len(states) > height:
+        # Active runs first; by identity, as two runs may have equal figures.
+        fitting = {id(state) for state in sorted(states, key=lambda s: s.active)[-max(height, 1) :]}
+        listed = [state for state in states if id(state) in fitting]
     rows = [
         [
             cell(state) if state.state != "damaged" or column.heading in _COLUMNS_OF_DAMAGED else ""
@@ -90,13 +90,8 @@ def runs_view(
         ]
         for state in listed
     ]
-    table, left_out = _table([*_RUNS], rows, console, one_line)
-    yield table
-    if "reason" in left_out and not one_line:
-        for state in listed:
-            if state.reason:
-                yield Text(printable(f"{state.name}: {state.reason}"))
-    yield from _no_room(left_out)
+    reasons = [f"{state.name}: {state.reason}" for state in listed if state.reason]
+    yield from _table([*_RUNS], rows, console, one_line, [] if one_line else reasons)
     if len(listed) < len(states):
         yield Text(f"… and {len(states) - len(listed)} older ones", style="dim")
 
@@ -112,9 +107,7 @@ def run_view(state: RunState, console: Console) -> Iterator[Text]:
             _attempt_row(attempt, open_ending, state.reason if attempt is last else "")
             for attempt in state.attempts
         ]
-        table, left_out = _table(_ATTEMPTS, rows, console)
-        yield table
-        yield from _no_room(left_out)
+        yield from _table(_ATTEMPTS, rows, console)
 
 
 def _attempt_row(attempt: AttemptRecord, open_ending: str, reason: str) -> Texts:
@@ -156,7 +149,7 @@ def _lines(state: RunState) -> Iterator[Line]:
     elif state.step and details is not None and details.trainer and details.trainer.unmatched:
         yield "checkpoints", details.trainer.unmatched
     yield "restarts", str(state.restarts)
-    usd = f", {state.usd:,.2f} dollars" if state.usd is not None else ""
+    usd = _number(state.usd, ",.2f", ", {} dollars")
     yield "cost so far", f"{format_hours(state.node_hours)} node hours{usd}"
     if details is not None:
         yield from _detail_lines(state, details)
@@ -164,21 +157,19 @@ def _lines(state: RunState) -> Iterator[Line]:
 
 def _worker_lines(details: Details) -> Iterator[Line]:
     workers, trainer = details.workers, details.trainer
-    progress = "" if workers is None else _progress(workers)
     if details.compiling_s is not None:
         so_far = format_duration(details.compiling_s)
         yield "workers", f"compiling the first step …, {so_far} so far{_limit_and_others(workers)}"
-    elif progress:
-        yield "workers", progress
+    elif workers is not None:
+        yield "workers", _progress(workers)
     if trainer is not None:
         yield "command", trainer.command
         if trainer.missing:
             yield "progress", trainer.missing
         if trainer.incomplete:
-            without = trainer.completion_file
-            why = (
-                f"has no {without} (command.completion_file)" if without else "may be half-written"
-            )
+            why = "may be half-written"
+            if trainer.completion_file:
+                why = f"has no {trainer.completion_file} (command.completion_file)"
             yield "incomplete", f"{', '.join(trainer.incomplete)}: {why}"
         for entry in trainer.passed_over:
             yield "passed over", str(entry)
@@ -187,26 +178,23 @@ def _worker_lines(details: Details) -> Iterator[Line]:
 
 
 def _metric_lines(state: RunState) -> Iterator[Line]:
-    row = state.metrics
-    norm = finite_number(row, "grad_norm")
-    of_norm = "" if norm is None else f", gradient norm {norm:.3f}"
-    yield "loss", f"{_number(state.loss, '.4f')}{of_norm}"
+    norm = _number(finite_number(state.metrics, "grad_norm"), ".3f", ", gradient norm {}")
+    yield "loss", f"{_number(state.loss, '.4f')}{norm}"
     if state.details is not None and (evaluation := state.details.evaluation) is not None:
         texts = "; ".join(
             f"{name} {value:.4f}, perplexity {perplexity(value):.2f}"
             for name, value in evaluation.values.items()
         )
         yield "validation", f"{texts} (step {evaluation.step})"
-    per_step = state.step_s if state.seq_per_s is None else None  # of another trainer
-    figures = [
-        (state.seq_per_s, "{:.1f} seq/s"),
-        (per_step, "{:.3g} s per step"),
-        (state.tokens_per_s, "{:.0f} tokens/s"),
+    rates = [
+        _number(state.seq_per_s, ".1f", "{} seq/s")
+        # of another trainer
+        or _number(state.step_s, ".3g", "{} s per step"),
+        _number(state.tokens_per_s, ".0f", "{} tokens/s"),
     ]
-    rates = [text.format(value) for value, text in figures if value is not None]
-    trained = f"{state.tokens:,} tokens so far" if state.tokens is not None else ""
-    if text := "; ".join(filter(None, [", ".join(rates), trained])):
-        yield "rate", text
+    trained = _number(state.tokens, ",", "{} tokens so far")
+    if rate := "; ".join(filter(None, [", ".join(filter(None, rates)), trained])):
+        yield "rate", rate
 
 
 def _detail_lines(state: RunState, details: Details) -> Iterator[Line]:
@@ -216,8 +204,9 @@ def _detail_lines(state: RunState, details: Details) -> Iterator[Line]:
             f"{node} {step.first_step_s:.1f} s, {step.cache_hits} hits, {step.cache_misses} misses"
             for node, step in details.first_steps.items()
         ]
-        last_attempt = f"; last attempt: {'; '.join(warm[:_SHOWN])}" if warm else ""
-        yield "graph cache", line + last_attempt
+        if warm:
+            line += f"; last attempt: {'; '.join(warm[:_SHOWN])}"
+        yield "graph cache", line
     if details.graphs is not None and details.graphs.reused_from is not None:
         yield "graphs", f"compiled by run {details.graphs.reused_from}"
     for line in details.uncompiled:
@@ -232,11 +221,10 @@ def _detail_lines(state: RunState, details: Details) -> Iterator[Line]:
     for record in evaluations[-_SHOWN:]:
         error = f": {record.error}" if record.error else ""
         yield "evaluation", f"step {record.step} {record.state}{error}"
-    for exclusion in details.excluded:
-        until = format_time(exclusion.until)
-        yield "excluded", f"{exclusion.node} until {until} ({exclusion.reason})"
-    for used in details.not_excluded:
-        yield "excluded", f"{used.node}: not excluded, no spare node ({used.reason})"
+    for node in details.excluded:
+        yield "excluded", f"{node.node} until {format_time(node.until)} ({node.reason})"
+    for node in details.not_excluded:
+        yield "excluded", f"{node.node}: not excluded, no spare node ({node.reason})"
     for rank in details.slow_ranks or ():
         yield "slow rank", rank.text(time.time())
     for skip in details.skips:
@@ -252,14 +240,14 @@ def _batch(mesh: Mesh, measured: MicroBatchRecord | None) -> str:
     """`8 = data 2 × 1 × micro batch 4`, and how an automatic micro batch was chosen."""
     if mesh.unmeasured:
         return f"{mesh.global_batch}; micro batch auto: measured by the precompile stage"
-    factors = f"data {mesh.data} × {mesh.accumulation} × micro batch {mesh.micro_batch}"
-    if measured is None:
-        return f"{mesh.global_batch} = {factors}"
-    tried = ", ".join(str(candidate.micro_batch) for candidate in measured.candidates)
-    return (
-        f"{mesh.global_batch} = {factors}; auto: {measured.micro_batch} chosen of {tried} on "
-        f"{measured.nodes[0]}"
+    batch = (
+        f"{mesh.global_batch} = data {mesh.data} × {mesh.accumulation} × "
+        f"micro batch {mesh.micro_batch}"
     )
+    if measured is None:
+        return batch
+    tried = ", ".join(str(candidate.micro_batch) for candidate in measured.candidates)
+    return f"{batch}; auto: {measured.micro_batch} chosen of {tried} on {measured.nodes[0]}"
 
 
 def _progress(workers: WorkerProgress) -> str:
@@ -267,9 +255,9 @@ def _progress(workers: WorkerProgress) -> str:
     message = f"{workers.phase.replace('_', ' ')} after step {workers.step}"
     if workers.unchanged_s < 10:
         return message + _limit_and_others(replace(workers, limit_s=None))
-    subject = "no step" if workers.phase == "stepping" else "no change"
-    unchanged = f"{subject} for {format_duration(workers.unchanged_s)}"
-    return f"{message}, {unchanged}{_limit_and_others(workers)}"
+    subject = "step" if workers.phase == "stepping" else "change"
+    message += f", no {subject} for {format_duration(workers.unchanged_s)}"
+    return message + _limit_and_others(workers)
 
 
 def _limit_and_others(workers: WorkerProgress | None) -> str:
@@ -287,20 +275,19 @@ def _table(
     rows: Sequence[Sequence[str]],
     console: Console,
     one_line: bool = False,
-) -> tuple[Text, list[str]]:
-    """Return a table without its empty columns, and the headings of those without room."""
+    reasons: Sequence[str] = (),
+) -> Iterator[Text]:
+    """Yield a table without its empty columns, then what has no room: `reasons`, and headings."""
     used = [index for index in range(len(columns)) if index == 0 or any(row[index] for row in rows)]
     cells = [[row[index] for index in used] for row in rows]
     table = fitted([columns[index] for index in used], cells, console.width, one_line)
     heading, *lines = table.lines
-    message = Text.assemble((heading, "bold"), *(f"\n{line}" for line in lines), no_wrap=True)
-    return message, table.left_out
+    yield Text.assemble((heading, "bold"), *(f"\n{line}" for line in lines), no_wrap=True)
+    if "reason" in table.left_out:
+        yield from (Text(printable(reason)) for reason in reasons)
+    if table.left_out:
+        yield Text(f"no room for {', '.join(table.left_out)}; see --json", style="dim")
 
 
-def _no_room(columns: Sequence[str]) -> Iterator[Text]:
-    if columns:
-        yield Text(f"no room for {', '.join(columns)}; see --json", style="dim")
-
-
-def _number(value: float | None, form: str) -> str:
-    return "" if value is None else format(value, form)
+def _number(value: float | None, form: str, text: str = "{}") -> str:
+    return "" if value is None else text.format(format(value, form))

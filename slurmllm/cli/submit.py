@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -94,13 +95,13 @@ def submit(
     if not shared.dry_run:
         sweeps.confirm(len(cases), sweep.yes)
         commands.ignore_output_errors()
-    allocation, count, cluster = None, nodes[1], local_cluster(cluster, shared.local)
+    allocation, count = None, nodes[1]
     if shared.in_allocation:
         refused = {"--local": shared.local, "--sweep": cases, **dict(shared.settings.values())}
         refused["--nodes M-N"] = nodes[0]
-        is_default = ctx.get_parameter_source("nodes") is click.core.ParameterSource.DEFAULT
-        allocation, count = _held_nodes(None if is_default else count, refused)
-    sources = (recipe, cluster, overrides, settings)
+        is_given = "-N" in options.given(ctx)
+        allocation, count = _held_nodes(count if is_given else None, refused)
+    sources = (recipe, local_cluster(cluster, shared.local), overrides, settings)
     configs = resolve_cases(cases, *sources) if cases else [resolve(*sources)]
     if fetch:
         configs[0].recipe.require_training("--fetch", "leave it out")
@@ -133,24 +134,20 @@ def _print_run(run: SubmittedRun, shared: RunOptions) -> int:
     """Print a dry run, submitted jobs, or a run here, which it runs; returns the exit code."""
     if run.sent is not None and run.sent.local:
         return _run_and_report(run, shared.as_json)
-    if run.sent is None:
-        summary = run.to_dict()
-        for error in run.prepared.refused:
-            for reason in error.faults:
-                options.warn(f"{click.get_current_context().info_name} would refuse this: {reason}")
-        if shared.as_json:
-            options.echo_json(summary, indent=None)
-        else:
-            for error in run.prepared.unstartable:
-                options.note(f"dry run; would be refused: {error.title}")
-            _print_scripts(run.prepared, summary)
-            options.note("dry run: nothing was written, nothing submitted")
-        for error in run.prepared.unstartable:
-            raise error
-    elif shared.as_json:
-        options.echo_json(run.to_dict(), indent=None)
-    else:
+    summary = run.to_dict()
+    for reason in chain.from_iterable(error.faults for error in run.prepared.refused):
+        options.warn(f"{click.get_current_context().info_name} would refuse this: {reason}")
+    if shared.as_json:
+        options.echo_json(summary, indent=None)
+    elif run.sent is not None:
         _print_submission(run.prepared, run.sent)
+    else:
+        for error in run.prepared.unstartable:
+            options.note(f"dry run; would be refused: {error.title}")
+        _print_scripts(run.prepared, summary)
+        options.note("dry run: nothing was written, nothing submitted")
+    for error in run.prepared.unstartable:
+        raise error
     return EXIT_OK
 
 
@@ -240,24 +237,25 @@ def _print_facts(prepared: PreparedRun, **more: str | None) -> None:
 
 def _print_submission(prepared: PreparedRun, submission: Submission) -> None:
     """Print job ids, directory, mesh and the next commands."""
-    run, mesh, precompile = prepared.run, prepared.mesh, submission.precompile_job
+    name, mesh, command = prepared.run.name, prepared.mesh, prepared.command_line
     batch = f"{mesh.accumulation} × micro batch {mesh.micro_batch} a step"
     if mesh.unmeasured:
         batch = "micro batch auto: measured by the precompile stage"
     degrees = f"tensor {mesh.tensor}, pipeline {mesh.pipeline}, data {mesh.data_text}; {batch}"
-    command = prepared.command_line
     if command is not None:
         degrees = f"{prepared.config.workers_per_node} of the command on each node"
-    first = f"precompile job {precompile}, then " if precompile else ""
+    jobs = f"train job {submission.train_job}"
+    if submission.precompile_job:
+        jobs = f"precompile job {submission.precompile_job}, then {jobs}"
     _print_facts(
         prepared,
-        jobs=f"{first}train job {submission.train_job}",
+        jobs=jobs,
         command=command,
         mesh=f"{mesh.nodes} node(s) × {mesh.devices_per_node}: {degrees}",
-        next=f"slurmllm status {run.name}",
+        next=f"slurmllm status {name}",
     )
     for verb in ("logs -f", "cancel"):
-        click.echo(f"           slurmllm {verb} {run.name}")
+        click.echo(f"           slurmllm {verb} {name}")
 
 
 def _epochs_text(prepared: PreparedRun) -> str | None:
@@ -272,10 +270,9 @@ def _epochs_text(prepared: PreparedRun) -> str | None:
 
 def _graphs_text(prepared: PreparedRun) -> str | None:
     """Return why there is no precompile stage; None if there is one, or never is."""
-    source = prepared.graphs_from
     if not prepared.config.recipe.worker.has_model:
         return None
-    if source is not None:
+    if (source := prepared.graphs_from) is not None:
         owner = "this run" if source == prepared.run.name else f"run {source}"
         return f"compiled by {owner} already; no precompile stage"
     if "precompile" in prepared.stages:
@@ -308,8 +305,8 @@ def _run_and_report(submitted: SubmittedRun, as_json: bool) -> int:
         )
     elif code in (EXIT_INTERRUPTED, EXIT_REQUEUE):
         state = "interrupted" if code == EXIT_INTERRUPTED else "stopped    "
-        saved = "continues from its checkpoint" if run.checkpoint_steps() else "continues"
-        options.note(f"{state}  {resume} {saved}")
+        saved = " from its checkpoint" if run.checkpoint_steps() else ""
+        options.note(f"{state}  {resume} continues{saved}")
     else:
         options.note(f"stopped    exit code {code}; fix the reason above, then {resume}")
     return code
@@ -366,8 +363,7 @@ def resume(
     hold = None
     if shared.in_allocation:
         hold = partial(_held_nodes, refused={"--local": shared.local, **dict(settings.values())})
-    request = _request(
-        load(run_dir.config, trusted=True), 0 if nodes is None else nodes[1], shared, run=run_dir
-    )
+    config = load(run_dir.config, trusted=True)
+    request = _request(config, nodes[1] if nodes else 0, shared, run=run_dir)
     changes = Changes(cluster, overrides, settings, from_scratch)
     ctx.exit(_print_run(continue_run(request, changes, client, hold, print_warnings), shared))
