@@ -31,17 +31,16 @@ def cancel(runs: Texts, runs_dir: Path) -> None:
     from slurmllm.core.slurm.client import SlurmClient
     from slurmllm.launch.submit.deletion import cancel_jobs
 
-    client, errors = SlurmClient(), list[SlurmllmError]()
-    targets = [find_run_or_sweep(run, runs_dir) for run in dict.fromkeys(runs)]
-    for target in targets:
+    client, failure = SlurmClient(), None
+    for target in [find_run_or_sweep(run, runs_dir) for run in dict.fromkeys(runs)]:
         try:
             _print_cancelled(target, cancel_jobs(target, client, _print_process))
         except SlurmllmError as error:
-            errors.append(error)
-    for earlier in errors[:-1]:
-        options.note(f"error: {earlier}")
-    if errors:
-        raise errors[-1]
+            if failure is not None:
+                options.note(f"error: {failure}")
+            failure = error
+    if failure is not None:
+        raise failure
 
 
 def _print_process(process: CancelledJob) -> None:
@@ -85,19 +84,21 @@ def delete(runs: Texts, checkpoints: bool, yes: bool, runs_dir: Path, as_json: b
     client = SlurmClient()
     deletable = (find_deletable(run, runs_dir) for run in runs)
     named = {target.path.resolve(): target for target in deletable}
-    # A run goes with its sweep.
-    targets = [target for path, target in named.items() if not named.keys() & {*path.parents}]
-    plans = [plan_deletion(target, checkpoints, client) for target in targets]
+    plans = [
+        plan_deletion(target, checkpoints, client)
+        for path, target in named.items()
+        if named.keys().isdisjoint(path.parents)  # a run goes with its sweep
+    ]
     for plan in [] if as_json else plans:
         count = format_plural(plan.checkpoints, "checkpoint")
         description = f"including {count}"
-        count = count if plan.checkpoints else "the trainer's outputs"
         if plan.keeps_checkpoints:
+            kept = count if plan.checkpoints else "the trainer's outputs"
             size = format_bytes(plan.checkpoint_bytes)
-            description = f"not {count} ({size}), for which add --checkpoints"
+            description = f"not {kept} ({size}), for which add --checkpoints"
         click.echo(f"{plan.target.path}: deletes {format_bytes(plan.bytes)}, {description}")
-    total = f"{', '.join(plan.target.name for plan in plans)}: "
-    total += format_bytes(sum(plan.bytes for plan in plans))
+    names = ", ".join(plan.target.name for plan in plans)
+    total = f"{names}: {format_bytes(sum(plan.bytes for plan in plans))}"
     if not yes and not sys.stdin.isatty():
         raise UserError(f"nothing was deleted: --yes deletes {total}")
     if not yes:

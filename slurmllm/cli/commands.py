@@ -47,19 +47,18 @@ class GroupedCommand(click.Command):
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         sections: dict[str, list[tuple[str, str]]] = {
-            f"{kind} options": [] for kind in ("Common", "Slurm", "Sweep", "Advanced")
+            kind: [] for kind in ("Common", "Slurm", "Sweep", "Advanced")
         }
+        kinds = dict.fromkeys(_OF_SWEEPS, "Sweep") | dict.fromkeys(_OF_SLURM, "Slurm")
+        kinds |= dict.fromkeys(self.common, "Common")
         for param in self.get_params(ctx):
             record = param.get_help_record(ctx) if isinstance(param, click.Option) else None
             if record is not None:
                 name = max(param.opts, key=len).removeprefix("--")
-                kind = "Sweep" if name in _OF_SWEEPS else "Advanced"
-                if name in self.common or name in _OF_SLURM:
-                    kind = "Common" if name in self.common else "Slurm"
-                sections[f"{kind} options"].append(record)
-        for heading, records in sections.items():
+                sections[kinds.get(name, "Advanced")].append(record)
+        for kind, records in sections.items():
             if records:
-                with formatter.section(heading):
+                with formatter.section(f"{kind} options"):
                     formatter.write_dl(records)
 
 
@@ -87,7 +86,7 @@ class Verbs(click.Group):
         if message is not None and not ctx.resilient_parsing:
             ctx.fail(message)
         name, verb, arguments = super().resolve_command(ctx, args)
-        fields = [] if verb is None else [param.name for param in verb.params]
+        fields = [param.name for param in verb.params] if verb else []
         if verb is None or "overrides" not in fields:
             return name, verb, arguments
         end = arguments.index("--") if "--" in arguments else len(arguments)
@@ -100,8 +99,12 @@ class Verbs(click.Group):
 
 def _with_set_options(verb: click.Command, arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     """Return the arguments with --set before each PATH=VALUE, and the positional ones."""
-    options = [param for param in verb.params if isinstance(param, click.Option)]
-    takes_value = {name for option in options for name in option.opts if not option.is_flag}
+    takes_value = {
+        name
+        for option in verb.params
+        if isinstance(option, click.Option) and not option.is_flag
+        for name in option.opts
+    }
     result, positional, remaining = list[str](), list[str](), iter(arguments)
     for argument in remaining:
         if _SETTING.fullmatch(argument):
@@ -128,8 +131,8 @@ def with_command(
 
     options = list(takewhile(lambda argument: argument.startswith("-"), after))
     command = after[len(options) :]
-    is_adapter = bool(positional) and positional[0].startswith(f"{TRAINERS}/")
-    if not command or (options and positional and not is_adapter):
+    is_recipe = bool(positional) and not positional[0].startswith(f"{TRAINERS}/")
+    if not command or (options and is_recipe):
         return [*before, "--", *after]
     arguments = [*before, f"--command={join_arguments(command)}"]
     if not positional:  # the name is that of the program

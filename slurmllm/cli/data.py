@@ -46,17 +46,21 @@ class Inputs(NamedTuple):
         if not self.names and self.files_from is None:
             raise click.UsageError("name an INPUT, or a list of them with --files-from")
         listed = [] if self.files_from is None else read_list(self.files_from)
-        names = [*self.names, *listed]
         return find_inputs(
-            names, self.format, split=self.split, exclude=exclude, on_note=options.note
+            [*self.names, *listed],
+            self.format,
+            split=self.split,
+            exclude=exclude,
+            on_note=options.note,
         )
 
     def read_options(self, **keys: Any) -> ReadOptions:
         """Return how they are read; `keys` are of fine-tuning data."""
         from slurmllm.data.corpus.options import ReadOptions
 
-        keys |= {"skip_bad": self.skip_bad, "zstd_long": self.zstd_long}
-        return ReadOptions(self.text_by, self.text_key, **keys)
+        return ReadOptions(
+            self.text_by, self.text_key, skip_bad=self.skip_bad, zstd_long=self.zstd_long, **keys
+        )
 
 
 input_options = options.grouped(
@@ -192,7 +196,7 @@ def build(
             out,
             inputs.read_options(**keys),
             dedup=dedup,
-            tokenize=None if tokenizer is None else _tokenize_options(tokenizer),
+            tokenize=_tokenize_options(tokenizer) if tokenizer else None,
             format=inputs.format,
             overwrite=overwrite,
             workers=workers or default,
@@ -216,10 +220,9 @@ def _tokenize_options(tokenizer: Path) -> TokenizeOptions:
 def _print(built: BuildResult, manifest_file: Path, seconds: float, as_json: bool) -> None:
     manifest, files = built.manifest, len(built.manifest.inputs)
     if as_json:
-        corpus, *index = map(str, built.outputs)
         result = {
-            "corpus": corpus,
-            **({"index": index[0]} if index else {}),
+            # Text has no index.
+            **dict(zip(("corpus", "index"), map(str, built.outputs), strict=False)),
             "manifest": str(manifest_file),
             **manifest.model_dump(exclude={"inputs"}, exclude_none=True),
             "inputs": files,

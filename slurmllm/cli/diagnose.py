@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -130,8 +131,7 @@ def _end_exclusions(
         "{0.reason}); `slurmllm nodes --clear {0.node}` ends it"
     )
     try:
-        name = allocation.client.cluster_name()
-        ends = end_by_health(runs_dir, name, checked)
+        ends = end_by_health(runs_dir, allocation.client.cluster_name(), checked)
         return [(cleared if ended else left).format(record) for record, ended in ends]
     except SlurmllmError as error:
         return [f"warning: no exclusion was ended: {error}"]
@@ -157,8 +157,8 @@ def _check(
     # A collective over a node that does not respond would hang.
     if not bandwidth or any(record.checks_s is None for record in checked.values()):
         return checked
-    variables = load_environment(config.backend).variables(config)
-    os.environ.update({name: variable.value for name, variable in variables.items()})
+    for name, variable in load_environment(config.backend).variables(config).items():
+        os.environ[name] = variable.value
     os.environ.update(config.cluster.env)
     return with_bandwidth(checked, allocation, allocation.job_id, config, command, free_port())
 
@@ -181,8 +181,7 @@ def _print_table(cluster: str, nodes: Mapping[str, NodeHealth]) -> None:
         for name, record in nodes.items()
         for finding in record.of(status)
     )
-    statuses = [_status(record) for record in nodes.values()]
-    click.echo(", ".join(f"{statuses.count(name)} {name}" for name in ("ok", "warn", "fail")))
+    _print_counts(map(_status, nodes.values()), "ok", "warn", "fail")
 
 
 def echo_by_message(lines: Iterable[tuple[str, str, str]]) -> None:
@@ -193,6 +192,11 @@ def echo_by_message(lines: Iterable[tuple[str, str, str]]) -> None:
     for (status, message), alike in names.items():
         mark = click.style(f"{status}:", fg=_COLOURS[status], bold=True)
         click.echo(f"{mark} {', '.join(alike)}: {message}")
+
+
+def _print_counts(statuses: Iterable[str], *names: str) -> None:
+    counts = Counter(statuses)
+    click.echo(", ".join(f"{counts[name]} {name}" for name in names))
 
 
 def _status(record: NodeHealth) -> str:
@@ -254,9 +258,16 @@ def doctor(
         ]
     code = exit_code(findings)
     if as_json:
-        keys = ("name", "state", "found", "remedy", "blame")
-        values = ((f.check, f.status, f.value, f.fix, f.blame) for f in findings)
-        rows = [dict(zip(keys, row, strict=True)) for row in values]
+        rows = [
+            {
+                "name": f.check,
+                "state": f.status,
+                "found": f.value,
+                "remedy": f.fix,
+                "blame": f.blame,
+            }
+            for f in findings
+        ]
         options.echo_json({"cluster": profile.name, "exit_code": code, "checks": rows})
     else:
         _print_findings(profile.name, findings)
@@ -269,6 +280,4 @@ def _print_findings(cluster: str, findings: Sequence[Finding]) -> None:
     print_table(("state", "check", "found"), rows, fold="found")
     echo_by_message((f.status, f.check, str(f.value)) for f in findings if f.status == "skipped")
     echo_by_message((f.status, f.check, f.fix) for f in findings if f.fix)
-    statuses = [finding.status for finding in findings]
-    counts = (f"{statuses.count(s)} {s}" for s in ("ok", "warn", "fail", "skipped"))
-    click.echo(", ".join(counts))
+    _print_counts((finding.status for finding in findings), "ok", "warn", "fail", "skipped")

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
 from slurmllm.cli import options
-from slurmllm.core.display.tables import print_table
 from slurmllm.core.errors import ConfigError
-from slurmllm.core.format import Json, Texts, format_plural
+from slurmllm.core.format import ABSENT, Json, Texts, format_plural
 
 if TYPE_CHECKING:
     from slurmllm.core.config.resolve import RunConfig
@@ -81,8 +80,9 @@ def fetch(
     elif to is not None:
         click.echo("next       put these lines under `data:` in ~/.config/slurmllm/config.yaml:")
         for data_set in fetched:
-            keys = (key for key in ("corpus", "tokenizer") if data_set[key])
-            values = ", ".join(f"{key}: {data_set[key]}" for key in keys)
+            values = ", ".join(
+                f"{key}: {data_set[key]}" for key in ("corpus", "tokenizer") if data_set[key]
+            )
             click.echo(f"             {data_set['name']}: {{{values}}}")
 
 
@@ -128,13 +128,12 @@ def fetch_sources(
             extent = f"{compared} of {len(origins)} verified" if compared else "downloaded"
             outcome = f"{extent}; nothing is published to compare"
         click.echo(f"{name}: {format_plural(len(files), 'file')}, {total}, {outcome}", err=err)
-        made = {"corpus": source.corpus, "tokenizer": source.tokenizer}
-        paths = {key: str(folder / file) if file else None for key, file in made.items()}
-        for key, path in paths.items():
-            if path is not None:
-                click.echo(f"{key:<10} {path}", err=err)
-        values = [file.model_dump(mode="json") for file in files]
-        fetched.append({"name": name, "folder": str(folder), **paths, "files": values})
+        row: Json = {"name": name, "folder": str(folder)}
+        for key, file in (("corpus", source.corpus), ("tokenizer", source.tokenizer)):
+            row[key] = str(folder / file) if file else None
+            if file:
+                click.echo(f"{key:<10} {row[key]}", err=err)
+        fetched.append({**row, "files": [file.model_dump(mode="json") for file in files]})
     return fetched
 
 
@@ -144,25 +143,15 @@ def _list(as_json: bool) -> None:
     from slurmllm.core.config.resolve import recipes_dir, resolve
 
     recipes = [resolve(name).recipe for name in available(recipes_dir())]
-    sets = {name: read_source(name) for name in available(data_dir())}
-
-    def users(name: str) -> Iterator[str]:
-        return (recipe.name for recipe in recipes if name in recipe.data.sources)
-
-    if as_json:
-        rows = [
-            {"name": name, **source.model_dump(mode="json"), "recipes": list(users(name))}
-            for name, source in sets.items()
-        ]
-        options.echo_json({"data_sets": rows})
-        return
-    table = (
-        (
-            name,
-            "-" if source.gigabytes is None else f"{source.gigabytes:g}",
-            source.description,
-            ", ".join(users(name)) or "-",
-        )
-        for name, source in sets.items()
-    )
-    print_table(("data set", "GB", "description", "recipes"), table, fold="description")
+    rows = []
+    for name in available(data_dir()):
+        users = [recipe.name for recipe in recipes if name in recipe.data.sources]
+        fields = read_source(name).model_dump(mode="json")
+        rows.append({"name": name, **fields, "recipes": users})
+    columns: options.Columns = {
+        "data set": "name",
+        "GB": lambda row: ABSENT if row["gigabytes"] is None else f"{row['gigabytes']:g}",
+        "description": "description",
+        "recipes": lambda row: ", ".join(row["recipes"]) or ABSENT,
+    }
+    options.print_rows(as_json, "data_sets", rows, columns, "description")

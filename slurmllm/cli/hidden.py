@@ -140,6 +140,7 @@ def allreduce(
         rendezvous_variables,
     )
 
+    command = [sys.executable, "-P", "-m", "slurmllm.launch.diagnose.allreduce", device, floor]
     processes = []
     for local_rank in range(workers):
         variables = rendezvous_variables(
@@ -150,7 +151,6 @@ def allreduce(
             node_rank=own_node_rank(),
             local_rank=local_rank,
         )
-        command = [sys.executable, "-P", "-m", "slurmllm.launch.diagnose.allreduce", device, floor]
         # One thread each: workers of one node would compete for its CPUs.
         env = {**os.environ, **variables, "OMP_NUM_THREADS": "1"}
         processes.append(subprocess.Popen(command, env=env, preexec_fn=die_with_parent))

@@ -84,8 +84,9 @@ def init(
     if not as_json:
         _print_survey(site)
     chosen = _choose(site, partition, asks)
-    folder = user_configuration().parent
-    path = Path(out).absolute() if out else folder / f"{site.name}-{chosen.name}.yaml"
+    path = user_configuration().with_name(f"{site.name}-{chosen.name}.yaml")
+    if out is not None:
+        path = Path(out).absolute()
     draft = draft_profile(site, chosen)
 
     def confirm(question: str, default: bool) -> bool:
@@ -109,18 +110,21 @@ def _ask(prompt: Callable[[], Any]) -> Any:
     except click.Abort:
         if sys.stdin.isatty():
             raise
-        message = "no terminal to ask on; add --yes, and --partition NAME for another partition"
-        raise UserError(message) from None
+        raise UserError(
+            "no terminal to ask on; add --yes, and --partition NAME for another partition"
+        ) from None
 
 
 def _choose(site: Survey, name: str | None, asks: bool) -> Partition:
     """Return the partition of that name, or the one that the user chooses, or the suggested one."""
-    if name is not None and name not in site.partitions:
-        names = ", ".join(site.partitions)
-        raise UserError(f"--partition {name}: unknown, empty or closed to you; choose of {names}")
+    names = [*site.partitions]
+    if name not in (None, *names):
+        raise UserError(
+            f"--partition {name}: unknown, empty or closed to you; choose of {', '.join(names)}"
+        )
     default = site.suggested.name
-    if name is None and asks and len(site.partitions) > 1:
-        kind = click.Choice(list(site.partitions))
+    if name is None and asks and len(names) > 1:
+        kind = click.Choice(names)
         name = _ask(lambda: click.prompt("partition", default, False, type=kind, err=True))
     return site.partitions[name or default]
 
@@ -142,11 +146,12 @@ def _make_default(path: Path, confirm: Confirm) -> bool:
     from slurmllm.core.config.profiles import default_cluster, set_default_cluster
 
     current = default_cluster()
-    question = f"the default cluster is {current}; make it this one?"
-    if current not in (None, str(path)) and not confirm(question, False):
-        return False
-    set_default_cluster(path)
-    return True
+    is_default = current in (None, str(path)) or confirm(
+        f"the default cluster is {current}; make it this one?", False
+    )
+    if is_default:
+        set_default_cluster(path)
+    return is_default
 
 
 def _print_survey(site: Survey) -> None:
@@ -192,7 +197,6 @@ def _print_written(path: Path, is_default: bool, draft: Draft) -> None:
 def _as_json(
     site: Survey, chosen: Partition, draft: Draft, path: Path, written: bool, is_default: bool
 ) -> Json:
-    figures = asdict(draft.figures)
     partitions = [
         {
             "name": partition.name,
@@ -213,7 +217,9 @@ def _as_json(
         "associations": [asdict(row) for row in site.site.associations],
         "machine": asdict(site.machine),
         "partition": chosen.name,
-        "figures": {name: figures[name] for name in ("profile", "confidence", "reason")},
+        "figures": {
+            name: getattr(draft.figures, name) for name in ("profile", "confidence", "reason")
+        },
         "profile": {"file": str(path), "text": draft.text, "written": written},
         "default": is_default,
     }
@@ -226,9 +232,7 @@ def _write_recipe(recipe: str | None, base: str | None, force: bool) -> None:
     if recipe is None or base is None:
         raise UserError("--recipe FILE.yaml and --from RECIPE belong together; give both")
     options.check_folder("--recipe", recipe)
-    config = write_recipe(Path(recipe), base, force=force)
-    next_command = (
-        "slurmllm plan" if config.recipe.worker.has_model else "slurmllm submit --dry-run"
-    )
+    worker = write_recipe(Path(recipe), base, force=force).recipe.worker
+    verb = "plan" if worker.has_model else "submit --dry-run"
     click.echo(f"recipe  {recipe}: extends {base}")
-    click.echo(f"next    {next_command} {shlex.quote(recipe)} --nodes N")
+    click.echo(f"next    slurmllm {verb} {shlex.quote(recipe)} --nodes N")

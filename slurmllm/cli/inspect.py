@@ -14,6 +14,7 @@ from slurmllm.core.errors import UserError
 from slurmllm.core.format import Texts
 
 if TYPE_CHECKING:
+    from slurmllm.core.config.recipe import Recipe
     from slurmllm.data.inspection import CorpusReport, PackedSequence, RecipeEpochs
     from slurmllm.data.spec import StreamSpec
 
@@ -56,10 +57,12 @@ def inspect(
     from slurmllm.core.display.progress import input_progress
     from slurmllm.data.inspection import count_epochs, first_sequences, inspect_corpus
     from slurmllm.data.sources import open_all
+    from slurmllm.data.spec import StreamSpec
 
-    name, steps = None, 0
+    trained = None
     if recipe is not None:
-        spec, name, steps = _recipe_stream(recipe, corpus, tokenizer, overrides, runs_dir)
+        trained = _trained_recipe(recipe, corpus, tokenizer, overrides, runs_dir)
+        spec = StreamSpec.of(trained)
     elif corpus is None:
         raise UserError("nothing to inspect: name a corpus, or --recipe NAME for the recipe's")
     elif overrides:
@@ -74,8 +77,9 @@ def inspect(
         with input_progress("counting", source.total_size) as on_progress:
             report = inspect_corpus(source, exact=exact, on_progress=on_progress)
         reports.append(report)
-        if name is not None:
-            epochs.append(count_epochs(report, spec, name, steps, weight / total_weight))
+        if trained is not None:
+            share = weight / total_weight
+            epochs.append(count_epochs(report, spec, trained.name, trained.train.steps, share))
     packed = first_sequences(spec, encoder, sequences) if sequences and encoder else []
     if as_json:
         options.echo_json(_to_json(reports, epochs, packed))
@@ -127,16 +131,15 @@ def _corpus_stream(
     return StreamSpec([(Path(corpus), 1.0)], path, 256, sequences, seed=0)
 
 
-def _recipe_stream(
+def _trained_recipe(
     recipe: str,
     corpus: str | None,
     tokenizer: str | None,
     overrides: Texts,
     runs_dir: Path,
-) -> tuple[StreamSpec, str, int]:
-    """Return the stream that a recipe trains on, the recipe's name and number of steps."""
+) -> Recipe:
+    """Return a recipe whose corpus and tokenizer are files, or those given."""
     from slurmllm.core.config.resolve import resolve
-    from slurmllm.data.spec import StreamSpec
     from slurmllm.launch.submit.inputs import resolve_inputs
 
     for field, value in (("corpus", corpus), ("tokenizer", tokenizer)):
@@ -144,14 +147,13 @@ def _recipe_stream(
             overrides = (*overrides, f"data.{field}={json.dumps(value)}")
     config = resolve(recipe, overrides=overrides)
     config.recipe.require_training("--recipe", "name a corpus, or a recipe with one")
-    config = resolve_inputs(config, runs_dir, build=True)
-    recipe_config = config.recipe
-    return StreamSpec.of(recipe_config), recipe_config.name, recipe_config.train.steps
+    return resolve_inputs(config, runs_dir, build=True).recipe
 
 
 def _print_report(report: CorpusReport) -> None:
-    is_text = report.unit == "bytes"
-    size = f"{report.size / 1e6:,.1f} MB of text" if is_text else f"{report.size:,} token ids"
+    size = f"{report.size:,} token ids"
+    if report.unit == "bytes":
+        size = f"{report.size / 1e6:,.1f} MB of text"
     print_line(
         f"{report.corpus}: {report.documents:,} {report.documents_are}, {size}, "
         f"{report.fingerprint}"

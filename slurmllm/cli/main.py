@@ -81,9 +81,9 @@ class _Verbs(Verbs):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        name, verbs = args[0], self.list_commands(ctx)
-        is_removed = removed.verb_message(name) is not None
-        if not (name.startswith("-") or name in verbs or ctx.resilient_parsing or is_removed):
+        name = args[0]
+        is_known = name in self.list_commands(ctx) or removed.verb_message(name) is not None
+        if not (name.startswith("-") or is_known or ctx.resilient_parsing):
             from difflib import get_close_matches
 
             verbs = [verb for verb, synonyms in _SYNONYMS.items() if name in synonyms.split()]
@@ -181,7 +181,7 @@ def main() -> None:
         _print_error(f"{error.object!r:.200} is not UTF-8 text; rename it")
         code = UserError.exit_code
     except OSError as error:
-        action = "write the output" if error.filename is None else f"read {error.filename}"
+        action = f"read {error.filename}" if error.filename else "write the output"
         _print_error(f"cannot {action}: {os_error_text(error)}")
         ignore_output_errors()  # Python flushes once more at its exit
         code = StorageError.exit_code

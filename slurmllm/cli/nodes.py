@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -112,18 +113,17 @@ def _rows(runs: Sequence[RunDir], client: SlurmClient) -> Sequence[Values]:
     jobs_of = {run.name: last.own_jobs for run in runs if (last := JobsRecord.of(run).last)}
     lists: dict[str, list[str]] = {}
     try:  # one query for the jobs of all runs
-        lists = excluded_by_jobs(client, [job for jobs in jobs_of.values() for job in jobs])
+        lists = excluded_by_jobs(client, [*chain.from_iterable(jobs_of.values())])
     except SlurmError as error:
         options.warn(f"the lists of pending jobs are unknown: {error}")
+    unknown = dict.fromkeys(("reason", "evidence", "exclusions", "since", "until"))
     rows = []
-    for run_dir in runs:
-        recorded = {node.node: node.model_dump() for node in excluded(run_dir)}
-        jobs = {job: lists[job] for job in jobs_of.get(run_dir.name, ()) if job in lists}
+    for run in runs:
+        recorded = {node.node: node.model_dump() for node in excluded(run)}
+        jobs = {job: lists[job] for job in jobs_of.get(run.name, ()) if job in lists}
         for name in sorted({*recorded}.union(*jobs.values())):
-            unknown = dict.fromkeys(("reason", "evidence", "exclusions", "since", "until"))
-            listed = [job for job, names in jobs.items() if name in names]
-            row = {"run": run_dir.name, "node": name, **unknown, **recorded.get(name, {})}
-            rows.append({**row, "jobs": listed})
+            row = {"run": run.name, "node": name, **unknown, **recorded.get(name, {})}
+            rows.append({**row, "jobs": [job for job, names in jobs.items() if name in names]})
     return rows
 
 
@@ -139,16 +139,16 @@ def _print(rows: Sequence[Values], site: Sequence[Values]) -> None:
         "until": time_of("until"),
     }
     if rows:
-        run_columns: options.Columns = {
+        of_runs: options.Columns = {
             **columns,
             "pending jobs": lambda row: " ".join(row["jobs"]),
             "reason": lambda row: row["reason"] or "slurm.exclude or the site, or expired",
         }
-        options.print_rows(False, "", rows, run_columns, "reason")
+        options.print_rows(False, "", rows, of_runs, "reason")
         options.note("excluded from the run's jobs; `slurmllm nodes RUN --include NODE` ends it")
     if site:
-        site_columns: options.Columns = {"user": "user", "avoided": "avoided", "reason": "reason"}
-        options.print_rows(False, "", site, {**columns, **site_columns}, "reason")
+        of_site = {**columns, "user": "user", "avoided": "avoided", "reason": "reason"}
+        options.print_rows(False, "", site, of_site, "reason")
         options.note(
             "new jobs of all runs avoid them, but at most a quarter of a partition; "
             "`slurmllm nodes --clear NODE` ends it"

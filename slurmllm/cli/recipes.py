@@ -90,7 +90,8 @@ def _list_trainers(as_json: bool) -> None:
     from slurmllm.core.config.resolve import recipes_dir, resolve
 
     rows, folder = [], recipes_dir().parent
-    for name in (f"{TRAINERS}/{name}" for name in available(folder / TRAINERS)):
+    for adapter in available(folder / TRAINERS):
+        name = f"{TRAINERS}/{adapter}"
         command = resolve(name, "local", any_command(name)).values()["command"]
         del command["run"]
         begin = (folder / f"{name}.yaml").read_text("utf-8").partition("\n")[0]
@@ -161,11 +162,10 @@ def _show(name: str, explain: bool, cluster: str | None, overrides: Texts, as_js
         return
     sources = {path: source for path, _, source in config.rows()}
     sources |= dict.fromkeys(config.open_settings(), "the planner, at submit")
+    tree = _tree(config, None if as_json else "auto")
     if as_json:
-        tree = _tree(config, None)
         options.echo_json({**tree, "origin": sources} if explain else tree)
         return
-    tree = _tree(config, "auto")
     if not explain:
         from slurmllm.core.config.yaml_source import write_yaml
 

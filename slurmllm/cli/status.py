@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -35,8 +35,8 @@ class _StatusCommand(click.Command):
     # click's own optional values would parse `--watch RUN` as RUN seconds.
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         completed = list(args)
-        for index, next_arg in enumerate([*args[1:], ""]):
-            if args[index : index + 1] == ["--watch"]:
+        for index, (arg, next_arg) in enumerate(pairwise([*args, ""])):
+            if arg == "--watch":
                 try:
                     float(next_arg)
                 except ValueError:
@@ -136,14 +136,12 @@ def _read_states(
         return _ShownStates(sweep.runs, message, sweep)
     # Listed at each refresh: runs may be submitted in between.
     states = run_states(list_runs(runs_dir), client)
+    message = f"no runs in {runs_dir} yet; `slurmllm submit tiny_neox --local` starts one"
     if active and states:
-        # While slurmctld is unreachable, these runs may still be active: they stay in the list.
-        listing = [state for state in states if state.active or state.slurm_unreachable]
         message = f"none of the {len(states)} runs in {runs_dir} is pending or running"
-        return _ShownStates(listing, message)
-    return _ShownStates(
-        states, f"no runs in {runs_dir} yet; `slurmllm submit tiny_neox --local` starts one"
-    )
+        # While slurmctld is unreachable, these runs may still be active: they stay in the list.
+        states = [state for state in states if state.active or state.slurm_unreachable]
+    return _ShownStates(states, message)
 
 
 def _watch(read_states: Callable[[], _ShownStates], interval_s: float, as_json: bool) -> None:
@@ -159,7 +157,7 @@ def _watch(read_states: Callable[[], _ShownStates], interval_s: float, as_json: 
             else:
                 click.echo(time.strftime("%Y-%m-%d %H:%M:%S"))
                 listing.print()
-                click.echo("")
+                click.echo()
         return
     # The raw stream: drawing again needs sequences that are removed from the texts.
     raw = Console(file=sys.__stdout__, highlight=False)
@@ -167,8 +165,7 @@ def _watch(read_states: Callable[[], _ShownStates], interval_s: float, as_json: 
         for listing in _refresh_until_ended(read_states, interval_s):
             # Five lines are reserved: headings, clock, notes on omitted columns and rows.
             view = listing.view(max(terminal.height - 5, 1))
-            now = time.strftime("%H:%M:%S")
-            clock = f"{now}, refreshed every {interval_s:g} s; Ctrl-C to stop"
+            clock = f"{time.strftime('%H:%M:%S')}, refreshed every {interval_s:g} s; Ctrl-C to stop"
             live.update(Group(*view, Text(clock, style="dim")), refresh=True)
 
 
@@ -183,8 +180,8 @@ def _refresh_until_ended(
     while True:
         listing = read_states()
         yield listing
-        active = any(state.active for state in listing.states)
-        was_active = was_active or active
-        if not active and not (was_active and any(s.slurm_unreachable for s in listing.states)):
+        if any(state.active for state in listing.states):
+            was_active = True
+        elif not (was_active and any(state.slurm_unreachable for state in listing.states)):
             return
         time.sleep(interval_s)

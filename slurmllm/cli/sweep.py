@@ -139,9 +139,8 @@ def _print_prepared(
     prepared: PreparedSweep, jobs: Sequence[str], as_json: bool, **more: Any
 ) -> None:
     """Print the runs of a sweep with their jobs, as `submit_sweep` yields them, and graphs."""
-    count = len(prepared.precompiles)
-    train_jobs: list[str | None] = [*jobs[count:]] or [None] * len(prepared.runs)
     names = [graphs.run.name for graphs in prepared.precompiles]
+    train_jobs: list[str | None] = [*jobs[len(names) :]] or [None] * len(prepared.runs)
     precompile_jobs = dict(zip(names, jobs, strict=False))
     name, record = prepared.sweep.name, prepared.record
     rows = list(zip(prepared.runs, record.cases, train_jobs, strict=True))
