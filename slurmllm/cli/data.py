@@ -283,7 +283,7 @@ def train(inputs: Inputs, overwrite: bool, as_json: bool, out: Path, vocab_size:
     from slurmllm.data.corpus.options import InputErrors
     from slurmllm.data.corpus.readers import DocumentStream
     from slurmllm.data.corpus.work_folder import refuse_existing
-    from slurmllm.data.tokenizer import END_OF_DOCUMENT, train_tokenizer, vocab_size_of
+    from slurmllm.data.tokenizer import END_OF_DOCUMENT, TokenEncoder, train_tokenizer
 
     begun = time.monotonic()
     refuse_existing(out, overwrite)
@@ -299,7 +299,7 @@ def train(inputs: Inputs, overwrite: bool, as_json: bool, out: Path, vocab_size:
         )
     write_atomic(out, content)
     report_bad(errors.count, tuple(errors.examples))
-    entries = vocab_size_of(content)
+    entries = TokenEncoder(out).num_ids
     if entries < vocab_size:
         options.note(f"the text yields {entries} entries, fewer than --vocab-size {vocab_size}")
     if as_json:

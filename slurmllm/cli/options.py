@@ -36,11 +36,12 @@ def complete_run(ctx: click.Context, _: click.Parameter, begin: str) -> list[Com
     """Complete names of runs, or leave paths to the shell if none begins so."""
     names: list[str] = []
     with contextlib.suppress(OSError):
-        entries = run_folders(runs_root_of(ctx.params.get("runs_dir")))
-        # A shell inserts names as they are: those that it would interpret are left out.
-        runs = [e for e in entries if e.name.startswith(begin) and RUN_NAME.fullmatch(e.name)]
-        names = sorted(run.name for run in runs if is_run(run) or is_sweep(run))
-    return _completions(names, begin)
+        for entry in run_folders(runs_root_of(ctx.params.get("runs_dir"))):
+            # A shell inserts names as they are: those that it would interpret are left out.
+            is_named = entry.name.startswith(begin) and RUN_NAME.fullmatch(entry.name)
+            if is_named and (is_run(entry) or is_sweep(entry)):
+                names.append(entry.name)
+    return _completions(sorted(names), begin)
 
 
 def complete_recipe(_: click.Context, param: click.Parameter, begin: str) -> list[CompletionItem]:
@@ -142,7 +143,7 @@ class LogOptions(NamedTuple):
         from slurmllm.analysis.compare.result import curve_letter
         from slurmllm.core.metrics.tags import check_pattern, parse_tags
 
-        letters = [curve_letter(number) for number in range(count)]
+        letters = [*map(curve_letter, range(count))]
         for value in chain(*self):
             side = _SIDE.match(value)
             if side and side[1] not in letters:
@@ -233,8 +234,14 @@ step_range = grouped(
 
 
 # sbatch's short forms of options that several verbs have
-_SHORT = {"nodes": "-N", "partition": "-p", "time": "-t", "account": "-A", "nodelist": "-w"}
-_SHORT |= {"constraint": "-C"}
+_SHORT = {
+    "nodes": "-N",
+    "partition": "-p",
+    "time": "-t",
+    "account": "-A",
+    "nodelist": "-w",
+    "constraint": "-C",
+}
 # Options of Slurm jobs; None leaves the choice to the profile or to Slurm.
 JOB_OPTIONS = {
     "nodelist": "Nodes to use, such as n3 or n[1-4].",
@@ -426,11 +433,10 @@ def check_folder(option: str, path: str | None) -> None:
     """Raise UserError if a file cannot be written by its name; before any work is done."""
     if path is None:
         return
-    folder = Path(path).parent
     if not path or Path(path).is_dir():
         fault = "a folder" if path else "no name"
         raise UserError(f"{option} {path or repr(path)}: {fault}; give the name of a file")
-    if not folder.is_dir():
+    if not (folder := Path(path).parent).is_dir():
         raise UserError(
             f"{option} {path}: the folder {folder} does not exist; `mkdir -p {folder}` first, or "
             "name another file"

@@ -14,7 +14,6 @@ process id changes (other children of the parent may keep the pipes open).
 
 from __future__ import annotations
 
-import contextlib
 import os
 import pickle
 import queue
@@ -31,6 +30,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
 from slurmllm.core.errors import CodeError, NodeError, SlurmllmError, StorageError
+from slurmllm.core.slurm.processes import end_child
 from slurmllm.data.slots import SlotGroup
 from slurmllm.data.sources import open_all
 from slurmllm.data.sources.base import Integers, Marks, Tokens
@@ -83,7 +83,7 @@ class WorkerProcess:
         self._stdout = self._process.stdout
         self.pid = self._process.pid
         # Kills the worker when this object is deleted or the interpreter exits.
-        self._finalizer = weakref.finalize(self, _end_child, self._process, os.getpid())
+        self._finalizer = weakref.finalize(self, end_child, self._process, os.getpid())
         self._send((spec, os.getpid()))
 
     def begin(self, positions: Sequence[Sequence[int]], counts: Sequence[int]) -> None:
@@ -131,15 +131,6 @@ class WorkerProcess:
         else:
             how = f"ended with exit code {code}; the log has its messages"
         raise NodeError(f"data worker (pid {self.pid}) {how}")
-
-
-def _end_child(process: subprocess.Popen[bytes], owner: int) -> None:
-    """Kill a child process and close its pipes, unless this is a fork of its owner."""
-    if owner != os.getpid():
-        return
-    process.kill()
-    with contextlib.suppress(BrokenPipeError), process:  # closes the pipes
-        process.wait()
 
 
 def main() -> NoReturn:

@@ -260,7 +260,3 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> str:
     )
     tokenizer.train_from_iterator(texts, trainer)
     return str(tokenizer.to_str(pretty=True)) + "\n"
-
-
-def vocab_size_of(tokenizer_json: str) -> int:
-    return int(Tokenizer.from_str(tokenizer_json).get_vocab_size(with_added_tokens=True))

@@ -27,6 +27,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from slurmllm.core.slurm.processes import end_child
+
 # Limits of one answer; a long prompt takes milliseconds and some kilobytes.
 _RENDER_S = 5
 _RENDER_BYTES = 1 << 29
@@ -60,14 +62,14 @@ class Sandbox:
             return _receive(process)
         except BaseException:  # it may have ended, or still answer
             self._process = None
-            _end_child(process, self._owner)
+            end_child(process, self._owner)
             raise
 
     def _start(self) -> None:
         # -P: not the modules of the working directory, which may be another user's.
         command = [sys.executable, "-P", "-m", __name__]
         process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-        weakref.finalize(self, _end_child, process, os.getpid())
+        weakref.finalize(self, end_child, process, os.getpid())
         _send(process, self._options)
         self._process, self._owner = process, os.getpid()
 
@@ -95,15 +97,6 @@ def _receive(process: subprocess.Popen[bytes]) -> str:
     if "error" in answer:
         raise ValueError(answer["error"])
     return str(answer["value"])
-
-
-def _end_child(process: subprocess.Popen[bytes], owner: int) -> None:
-    """Kill a child process and close its pipes, unless this is a fork of its owner."""
-    if owner != os.getpid():
-        return
-    process.kill()
-    with contextlib.suppress(BrokenPipeError), process:  # closes the pipes
-        process.wait()
 
 
 def _serve() -> None:

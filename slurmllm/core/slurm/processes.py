@@ -97,6 +97,15 @@ class CallProcess:
             call._result.close()
 
 
+def end_child(process: subprocess.Popen[bytes], owner: int) -> None:
+    """Kill a child process and close its pipes, unless this is a fork of its owner."""
+    if owner != os.getpid():
+        return
+    process.kill()
+    with suppress(BrokenPipeError), process:  # closes the pipes
+        process.wait()
+
+
 def cuda_devices() -> list[str]:
     """Return the CUDA devices that this process sees, as CUDA_VISIBLE_DEVICES names them."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")

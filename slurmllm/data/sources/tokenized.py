@@ -227,46 +227,46 @@ class MegatronSource(TokenizedSource):
             if not remainder and begin >= 0 and last == begin + sizes.sum() <= len(self._tokens):
                 return self._tokens[begin:last]
         raise DataError(
-            f"document {document} of {self._index} (sequences {first} to {end - 1} of "
-            f"{len(self._sizes)}) is not one run of tokens inside the {len(self._tokens)} of "
-            f"{self.path}; {_FIX}"
+            f"document {document} of {self._index} (sequences {first} to {end - 1}) is not one "
+            f"run of tokens inside the {len(self._tokens)} of {self.path}; {_FIX}"
         )
 
     def _read_index(self) -> None:
-        with self._index.open("rb") as stream:
+        index = self._index
+        with index.open("rb") as stream:
             header = stream.read(MEGATRON_HEADER.size)
         if len(header) < MEGATRON_HEADER.size or not header.startswith(MEGATRON_MAGIC):
             raise DataError(
-                f"{self._index} is no index of Megatron data: it begins with {header[:9]!r}, not "
+                f"{index} is no index of Megatron data: it begins with {header[:9]!r}, not "
                 f"{MEGATRON_MAGIC!r}; {_FIX}"
             )
         _, version, code, sequences, bounds = MEGATRON_HEADER.unpack(header)
         if version != MEGATRON_VERSION or code not in MEGATRON_TYPES:
             raise DataError(
-                f"{self._index} has version {version} and token type {code}; supported are version "
+                f"{index} has version {version} and token type {code}; supported are version "
                 f"{MEGATRON_VERSION} and types {', '.join(map(str, MEGATRON_TYPES))}: make it "
                 "again with a Megatron-LM of 2020 or later, from integer ids"
             )
         # Before the file is mapped: reading beyond its end would be a SIGBUS.
-        size = self._index.stat().st_size
+        size = index.stat().st_size
         described = MEGATRON_HEADER.size + 12 * sequences + 8 * bounds
         if size not in (described, described + sequences):
             raise DataError(
-                f"{self._index} has {size} bytes, but describes {sequences} sequences and "
+                f"{index} has {size} bytes, but describes {sequences} sequences and "
                 f"{bounds} document bounds, which take {described}; {_FIX}"
             )
         if sequences == 0 or bounds < 2:
-            raise DataError(f"{self._index} has no documents; make it from files that hold text")
+            raise DataError(f"{index} has no documents; make it from files that hold text")
         self._type = np.dtype(MEGATRON_TYPES[code])
         # Mapped, not read: an index of a billion documents takes gigabytes.
         begin = MEGATRON_HEADER.size
-        self._sizes = np.memmap(self._index, "<i4", "r", begin, (sequences,))
+        self._sizes = np.memmap(index, "<i4", "r", begin, (sequences,))
         begin += self._sizes.nbytes
-        self._offsets = np.memmap(self._index, "<i8", "r", begin, (sequences,))
+        self._offsets = np.memmap(index, "<i8", "r", begin, (sequences,))
         begin += self._offsets.nbytes
-        self._bounds = np.memmap(self._index, "<i8", "r", begin, (bounds,))
+        self._bounds = np.memmap(index, "<i8", "r", begin, (bounds,))
         if self._bounds[0] != 0 or self._bounds[-1] != sequences:
             raise DataError(
-                f"the documents of {self._index} reach from sequence {self._bounds[0]} to "
+                f"the documents of {index} reach from sequence {self._bounds[0]} to "
                 f"{self._bounds[-1]}, but there are 0 to {sequences}; {_FIX}"
             )
