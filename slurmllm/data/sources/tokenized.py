@@ -227,8 +227,9 @@ class MegatronSource(TokenizedSource):
             if not remainder and begin >= 0 and last == begin + sizes.sum() <= len(self._tokens):
                 return self._tokens[begin:last]
         raise DataError(
-            f"document {document} of {self._index} (sequences {first} to {end - 1}) is not one "
-            f"run of tokens inside the {len(self._tokens)} of {self.path}; {_FIX}"
+            f"document {document} of {self._index} (sequences {first} to {end - 1} of "
+            f"{len(self._sizes)}) is not one run of tokens inside the {len(self._tokens)} of "
+            f"{self.path}; {_FIX}"
         )
 
     def _read_index(self) -> None:
