@@ -56,8 +56,7 @@ def read_attempts(files: list[Path], lenient: bool, by_file: FileRows | None = N
             raise read_error(path, error) from error
 
     # A file that is not there is reported by its reader.
-    sizes = (path.stat().st_size for path in files if path.is_file())
-    fast = sum(sizes) >= _SMALL_BYTES
+    fast = sum(path.stat().st_size for path in files if path.is_file()) >= _SMALL_BYTES
     with ThreadPoolExecutor(4) as pool:
         for path, content in zip(files, pool.map(read, files, count()), strict=False):
             rows += content[0]
@@ -123,18 +122,22 @@ def _damage_warnings(
     unknown_values: Sequence[LineFault],
     cut: LineFault | None,
 ) -> list[str]:
-    warnings = list[str]()
-    if faults:
-        further = format_plural(len(faults) - 1, "other invalid line")
-        also = f" and {further}" if len(faults) > 1 else ""
-        message = f"{path}:{faults[0][0]}: {faults[0][1]}; skipped this line{also}"
-        warnings.append(DamageWarning(message, [line for line, _ in faults]))
-    if unknown_values:
-        message = (
-            f"{path}:{unknown_values[0][0]}: {unknown_values[0][1]}; such values are treated as "
-            "missing; a newer version of slurmllm may have written the file"
+    further = format_plural(len(faults) - 1, "other invalid line")
+    notes = (
+        (faults, f"skipped this line{f' and {further}' if len(faults) > 1 else ''}"),
+        (
+            unknown_values,
+            "such values are treated as missing; a newer version of slurmllm may have written the "
+            "file",
+        ),
+    )
+    warnings: list[str] = [
+        DamageWarning(
+            f"{path}:{damaged[0][0]}: {damaged[0][1]}; {note}", [line for line, _ in damaged]
         )
-        warnings.append(DamageWarning(message, [line for line, _ in unknown_values]))
+        for damaged, note in notes
+        if damaged
+    ]
     if cut is not None:
         warnings.append(f"{path}:{cut[0]}: skipped the truncated last line")
     return warnings

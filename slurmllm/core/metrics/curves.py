@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 
 from slurmllm.core.display.tables import data_frame
-from slurmllm.core.format import format_names, format_plural
+from slurmllm.core.format import Texts, format_names, format_plural
 from slurmllm.core.metrics.row_reader import json_number
 from slurmllm.core.run.artifact_records import DataRecord
 from slurmllm.core.run.records import MetricsRow, SkippedBatches
@@ -40,7 +40,8 @@ VAL_LOSS = "val_loss"
 # Only logs of other frameworks have `samples`, and rows with `val_loss`.
 COLUMNS = (
     *(name for name in MetricsRow.model_fields if name not in ("step", "attempt")),
-    *("samples", VAL_LOSS),
+    "samples",
+    VAL_LOSS,
 )
 # Metric → tag in TensorBoard and in trackers, which group charts by the part before the slash.
 TAGS = {
@@ -87,10 +88,8 @@ class DamageWarning(str):
         return f"{self}{first if len(self.lines) > 1 else ''}"
 
 
-class Convention(BaseModel):
+class Convention(BaseModel, frozen=True, extra="forbid"):
     """How a format of logs counts steps and averages the loss."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: str
     steps_from: Literal[0, 1] | None = None  # number of the first optimizer step; None: not known
@@ -127,24 +126,26 @@ class Curve:
     # Largest difference between them; None without overlap.
     overlap_max_rel_diff: float | None = None
     gaps: Ranges = ()  # steps that are missing between the first and the last
-    warnings: tuple[str, ...] = ()
+    warnings: Texts = ()
     kind: SourceKind = "run"
     data: DataRecord | None = None  # the data that the run read; None if not recorded
     skips: tuple[SkippedBatches, ...] = ()  # roll-backs; rows that one of them undid are no overlap
     # Known settings of the training: dotted path in the recipe (`optim.lr`) → value.
     settings: Mapping[str, Setting] = field(default_factory=dict)
-    nodes: Mapping[int, tuple[str, ...]] = field(default_factory=dict)  # by attempt, if recorded
+    nodes: Mapping[int, Texts] = field(default_factory=dict)  # by attempt, if recorded
     schedules: tuple[NewSchedule, ...] = ()  # rows from these steps on are no overlap
     # Attempt that a `resume` began → dotted path → old and new value of what that changed.
     changes: Mapping[int, Mapping[str, tuple[Any, Any]]] = field(default_factory=dict)
     convention: Convention | None = None  # how it counts steps; None: format not recognized
-    texts: tuple[str, ...] = ()  # names of the evaluated texts; the first is `val_loss`
-    tags: tuple[str, ...] = ()  # all that another framework's log has
+    texts: Texts = ()  # names of the evaluated texts; the first is `val_loss`
+    tags: Texts = ()  # all that another framework's log has
     invented_steps: str = ""  # why its steps are none that the training counted; empty: they are
 
     def __repr__(self) -> str:
-        metrics = format_names(list(self.columns), 4)
-        return f"<Curve {self.name}: {format_plural(len(self.steps), 'step')} of {metrics}>"
+        return (
+            f"<Curve {self.name}: {format_plural(len(self.steps), 'step')} of "
+            f"{format_names(list(self.columns), 4)}>"
+        )
 
     def series(self, metric: str) -> tuple[Ints, Floats]:
         """Return the steps that have a metric, and its values; both empty if no row has it."""
@@ -209,17 +210,16 @@ class Curve:
 
     def to_dict(self) -> dict[str, Any]:
         """Return it for JSON; a value that a row lacks, or that is not finite, is None."""
-        columns = {
-            name: [value if math.isfinite(value) else None for value in column.tolist()]
-            for name, column in self.columns.items()
-        }
         return {
             "name": self.name,
             "path": str(self.path),
             "warnings": list(self.warnings),
             "steps": self.steps.tolist(),
             "attempts": self.attempts.tolist(),
-            "metrics": columns,
+            "metrics": {
+                name: [value if math.isfinite(value) else None for value in column.tolist()]
+                for name, column in self.columns.items()
+            },
             "settings": dict(self.settings),
         }
 

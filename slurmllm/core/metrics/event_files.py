@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import struct
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -53,8 +53,9 @@ def event_folders(folder: Path, limit: int = 50) -> list[Path]:
     for depth in range(1, _MAX_DEPTH + 1):
         for path in folder.glob("*/" * depth + "*tfevents*"):
             below = path.parent
-            linked = any(each.is_symlink() for each in (below, *below.parents[: depth - 1]))
-            if path.is_file() and not linked:
+            if path.is_file() and not any(
+                each.is_symlink() for each in (below, *below.parents[: depth - 1])
+            ):
                 folders.add(below)
             if len(folders) == limit:
                 return sorted(folders)
@@ -138,9 +139,11 @@ class EventReader(LogReader):
             size, checksum = _HEADER.unpack_from(content, begin)
             if self._checksums.get(size) != checksum:
                 if self._checksum(content[begin : begin + 8]) != checksum:
-                    message = f"the record at byte {self._offset + begin} is damaged"
                     self.warnings.append(
-                        DamageWarning(f"{self._path}: {message}; read as far as that")
+                        DamageWarning(
+                            f"{self._path}: the record at byte {self._offset + begin} is damaged; "
+                            "read as far as that"
+                        )
                     )
                     self._is_damaged = True
                     return
@@ -179,8 +182,10 @@ class EventReader(LogReader):
 
     def flush(self, last: bool = False) -> None:
         if last and (self._skip or self._rest) and not self._is_damaged:
-            message = f"the last record, at byte {self._offset}, is cut"
-            self.warnings.append(f"{self._path}: {message}; read as far as that")
+            self.warnings.append(
+                f"{self._path}: the last record, at byte {self._offset}, is cut; read as far as "
+                "that"
+            )
         if last and self._malformed:
             message = f"{self._malformed} records are not TensorBoard events; skipped them"
             self.warnings.append(DamageWarning(f"{self._path}: {message}"))
@@ -192,17 +197,19 @@ class EventReader(LogReader):
         self._times = array("d")
         return self.rows.take()
 
-    def log(self, path: Path, tags: Tags, warnings: Sequence[str]) -> Log:
-        steps = np.array(self._steps, np.int64)
-        times = np.array(self._times)
-        series = _steps_from_tag(self.rows.series(steps, times), tags.get("step"), path)
+    def log(self, path: Path, tags: Tags) -> Log:
+        series = _steps_from_tag(
+            self.rows.series(np.array(self._steps, np.int64), np.array(self._times)),
+            tags.get("step"),
+            path,
+        )
         if not series:
             raise RunError(
                 f"no scalars in {path}: {self._path.name} holds none; give the folder that the "
                 "training wrote its event files to"
                 + "".join(f" ({warning})" for warning in self.warnings[:3])
             )
-        return Log(path, self.kind, series, self.starts, (*warnings, *self.warnings))
+        return Log(path, self.kind, series, self.starts, tuple(self.warnings))
 
 
 def _tensor_scalar(value: Any) -> float | None:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from slurmllm.core.format import format_plural
-from slurmllm.core.metrics.curves import Curve, DamageWarning, Ints, bit_identical
+from slurmllm.core.metrics.curves import Curve, DamageWarning, Ints, bit_identical, median
 from slurmllm.core.metrics.log_series import Log, TagSeries
 from slurmllm.core.metrics.merge import RowBlock, compare_overlap, merge_rows, select_latest
 from slurmllm.core.metrics.row_selection import rows_with, select_rows
@@ -71,9 +71,8 @@ def curve_of_log(
         overlap_rows = 0  # not of a restart
     else:
         warnings += _order_warnings(log, loss, starts)
-    curve = merge_rows([block], name=name, path=log.path, kind=log.kind, warnings=warnings)
     return replace(
-        curve,
+        merge_rows([block], name=name, path=log.path, kind=log.kind, warnings=warnings),
         convention=choice.format,
         overlap_rows=overlap_rows,
         overlap_identical=identical if overlap_rows else None,
@@ -84,8 +83,9 @@ def curve_of_log(
 
 
 def _choose_tags(log: Log, tags: Tags) -> TagChoice:
-    counts = {tag: len(series.steps) for tag, series in log.series.items()}
-    return choose_tags(counts, tags, log.path, log.format)
+    return choose_tags(
+        {tag: len(series.steps) for tag, series in log.series.items()}, tags, log.path, log.format
+    )
 
 
 def _tag_warnings(log: Log, choice: TagChoice) -> Iterator[str]:
@@ -192,7 +192,6 @@ def _merge_tags(
 
 
 class _Resume(NamedTuple):
-    order: int  # position in the log of the first row after it
     offset: int  # steps before it
     evidence: str  # tag that goes on
     exact: bool  # whether the evidence gives the number of steps, not only that they go on
@@ -204,11 +203,9 @@ def _continue_steps(log: Log, metrics: Tags) -> Log:
     Two runs in one file look alike. What else was logged tells them apart: tokens, samples or
     epochs go on in a resumed run, and so does the loss.
     """
-    loss = log.series.get(metrics.get("loss") or metrics["grad_norm"])
-    if loss is None or len(loss.steps) < 2:
-        return log
+    loss = log.series[metrics.get("loss") or metrics["grad_norm"]]
     resumes = []
-    starts = 1 + np.flatnonzero((np.diff(loss.steps) < 0) & (loss.steps[1:] <= loss.steps[0]))
+    starts = 1 + np.flatnonzero((np.diff(loss.steps) < 0) & (loss.steps[1:] <= loss.steps[:1]))
     begin = offset = 0
     for start in starts.tolist() if len(starts) <= _MOST_RESUMES else ():
         resume = _find_resume(log, metrics, loss, begin, start, offset)
@@ -219,20 +216,19 @@ def _continue_steps(log: Log, metrics: Tags) -> Log:
         offset = resume.offset
     if not resumes:
         return log
-    orders = np.array([resume.order for resume in resumes])
+    orders = loss.order[starts]
     offsets = np.array([0, *(resume.offset for resume in resumes)])
-
-    def moved(series: TagSeries) -> TagSeries:
-        offset = offsets[np.searchsorted(orders, series.order, side="right")]
-        return replace(series, steps=series.steps + offset)
-
-    log = replace(log, series={tag: moved(s) for tag, s in log.series.items()})
-    first = resumes[0]
-    location = log.location(first.order)
+    log = replace(
+        log,
+        series={
+            tag: replace(s, steps=s.steps + offsets[np.searchsorted(orders, s.order, side="right")])
+            for tag, s in log.series.items()
+        },
+    )
     more = f", and {len(resumes) - 1} more times" if len(resumes) > 1 else ""
     message = (
-        f"the steps begin again at {loss.steps[starts[0]]} ({location}{more}), and "
-        f"{first.evidence} goes on: counted on from step {first.offset}"
+        f"the steps begin again at {loss.steps[starts[0]]} ({log.location(orders[0])}{more}), and "
+        f"{resumes[0].evidence} goes on: counted on from step {resumes[0].offset}"
     )
     if all(resume.exact for resume in resumes):
         return replace(log, warnings=(*log.warnings, message))
@@ -248,37 +244,33 @@ def _find_resume(
     _, at_a, at_b = np.intersect1d(loss.steps[before], loss.steps[after], return_indices=True)
     if bit_identical(loss.values[before][at_a], loss.values[after][at_b]).all():
         return None  # started again
-    order = int(loss.order[start])
     intervals = np.diff(loss.steps[before])
-    interval = int(np.median(intervals)) if intervals.size else 1
+    interval = int(median(intervals)) if intervals.size else 1
     next_step = offset + int(loss.steps[start - 1]) + interval - int(loss.steps[start])
     for metric in {"tokens", "samples"} & metrics.keys():
-        counter = log.series.get(metrics[metric])
-        if (
-            counter is None
-            or not (counter.order < order).sum() > 1 <= (counter.order >= order).sum()
-        ):
-            continue
+        counter = log.series[metrics[metric]]
         steps = counter.steps
         values = counter.values
-        row = int(np.argmax(counter.order >= order))
-        first = int(np.argmax(counter.order >= loss.order[begin]))
+        first, row = np.searchsorted(counter.order, loss.order[[begin, start]]).tolist()
+        if not 1 < row < len(steps):
+            continue
         if values[row] > values[first] < values[row - 1] and steps[row - 1] > steps[first]:
             per_step = (values[row - 1] - values[first]) / (steps[row - 1] - steps[first])
             step = steps[first] + (values[row] - values[first]) / per_step
             count = round(float(step - steps[row]))
             if count > 0 and abs(step - steps[row] - count) < 0.05:
-                return _Resume(order, offset + count, metrics[metric], True)
+                return _Resume(offset + count, metrics[metric], True)
     for tag in find_tags(log.series, ["epoch"])[:1]:
         epochs = log.series[tag]
-        earlier = epochs.values[epochs.order < order]
-        later = epochs.values[epochs.order >= order]
+        split = np.searchsorted(epochs.order, loss.order[start])
+        earlier, later = epochs.values[:split], epochs.values[split:]
         if earlier.size and later.size and earlier[0] < later[0] >= earlier[-1]:
-            return _Resume(order, next_step, tag, False)
+            return _Resume(next_step, tag, False)
     # Whether the loss is, after a resume, near its last values and not its first ones
     few = max(1, min(_FEW, (start - begin) // 4))
-    ends = (slice(begin, begin + few), slice(start - few, start), slice(start, start + few))
-    first_loss, last_loss, new_loss = (float(np.median(loss.values[end])) for end in ends)
+    first_loss, last_loss, new_loss = (
+        median(loss.values[row : row + few]) for row in (begin, start - few, start)
+    )
     moved = abs(first_loss - last_loss)
     goes_on = moved > 0.02 * abs(first_loss) and abs(new_loss - last_loss) < _NEAR * moved
-    return _Resume(order, next_step, "the loss", False) if goes_on else None
+    return _Resume(next_step, "the loss", False) if goes_on else None

@@ -78,7 +78,7 @@ class LogFile:
         if is_rewritten or self.reader.is_document:
             self.reader = make_reader(self._path, self._tags)
             self._offset = 0
-        self._offset = feed(self.reader, self._path, [], self._offset)
+        self._offset = feed(self.reader, self._path, self._offset)
         if last or self.reader.is_document or state == self._state:
             self.reader.flush(last or self.reader.is_document)  # or nothing new for a while
         self._state = state
@@ -102,9 +102,9 @@ class LogFile:
         return head if head.endswith(b"\n") else b""
 
 
-def feed(reader: LogReader, path: Path, warnings: list[str], offset: int = 0) -> int:
+def feed(reader: LogReader, path: Path, offset: int = 0) -> int:
     """Have a reader read a file from an offset to its end, and return where that is."""
-    with open_log(path, warnings) as stream:
+    with open_log(path, reader.warnings) as stream:
         stream.seek(offset)
         while chunk := stream.read(_CHUNK_BYTES):
             reader.feed(chunk)
@@ -114,23 +114,21 @@ def feed(reader: LogReader, path: Path, warnings: list[str], offset: int = 0) ->
 def read_file(path: Path, tags: Tags, pattern: str | None = None) -> Log:
     """Read a file to its end; raise RunError without rows or steps, OSError if it is unreadable."""
     reader = make_reader(path, tags, pattern)
-    warnings = list[str]()
-    feed(reader, path, warnings)
+    feed(reader, path)
     reader.flush(last=True)
-    return reader.log(path, tags, warnings)
+    return reader.log(path, tags)
 
 
 def read_events(source: Path, tags: Tags) -> Log:
     """Read an event file, or the files of a training: those of a folder, or of one below it."""
     files = training_files(source)
-    warnings = list[str]()
     reader = EventReader(files[0])
     for path in files:
         if path != files[0]:
             reader.begin_file(path)
-        feed(reader, path, warnings)
+        feed(reader, path)
         reader.flush(last=True)
-    return reader.log(source, tags, warnings)
+    return reader.log(source, tags)
 
 
 def split_log_files(folder: Path) -> list[tuple[int, Path]]:

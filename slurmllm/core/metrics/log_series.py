@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from slurmllm.core.errors import RunError
+from slurmllm.core.format import Texts
 from slurmllm.core.metrics.curves import DamageWarning, Flags, Floats, Ints, SourceKind
 from slurmllm.core.metrics.tags import (
     METRICS,
@@ -56,7 +57,7 @@ class TextSeries:
 
     order: Ints  # as in `TagSeries` [rows]
     codes: Ints  # index into `texts` [rows]
-    texts: tuple[str, ...]
+    texts: Texts
 
 
 @dataclass(frozen=True)
@@ -67,15 +68,19 @@ class Log:
     kind: SourceKind
     series: Mapping[str, TagSeries]  # by tag
     starts: Sequence[int] = ()  # positions (`TagSeries.order`) at which a process began to write
-    warnings: tuple[str, ...] = ()
+    warnings: Texts = ()
     format: LogFormat | None = None  # if its lines have shown it
     lines: Sequence[int] = ()  # number of the line at each position, from 1; 0: unknown
     texts: Mapping[str, TextSeries] = field(default_factory=dict)  # by column
     invented_steps: str = ""  # why its steps are none that the training counted
 
     def location(self, order: int) -> str:
-        line = self.lines[order] if len(self.lines) else 0
-        return f"{self.path}:{line}" if line else str(self.path)
+        return line_location(self.path, self.lines[order] if len(self.lines) else 0)
+
+
+def line_location(path: Path, line: int) -> str:
+    """`FILE:LINE`, without a line of which the number is not known (0)."""
+    return f"{path}:{line}" if line else str(path)
 
 
 def log_suffix(path: Path) -> str:
@@ -89,6 +94,7 @@ class RowCollector:
     def __init__(self) -> None:
         self._taken = (0, 0)  # `sizes` of the rows that were taken
         self._rank: str | None = None  # whose rows are taken
+        self.waiting: Rows = []  # rows that were taken, and not used yet
         self._clear()
 
     def _clear(self) -> None:
@@ -158,8 +164,9 @@ class RowCollector:
         series = {}
         for key, (numbers, values) in self._columns.items():
             rows = np.frombuffer(numbers, np.int64)
-            rows_times = None if times is None else times[rows]
-            column = TagSeries(rows, steps[rows], np.frombuffer(values), rows_times)
+            column = TagSeries(
+                rows, steps[rows], np.frombuffer(values), None if times is None else times[rows]
+            )
             has_step = column.steps >= 0
             if has_step.any():
                 series[key] = column.take(has_step)
@@ -170,9 +177,7 @@ class RowCollector:
         path: Path,
         kind: SourceKind,
         tags: Tags,
-        warnings: Sequence[str] = (),
-        log_format: LogFormat | None = None,
-        invented_steps: str = "",
+        warnings: Sequence[str],
     ) -> Log:
         """Return the rows that have a step as a log; raise RunError if there are none."""
         if not len(self):
@@ -185,26 +190,24 @@ class RowCollector:
         warnings = (*warnings, *self._mixed_columns(path, step_key), *skipped)
         series = self.series(row_steps)
         series.pop(step_key, None)
-        texts = {
-            key: TextSeries(np.array(rows_of), np.array(codes), tuple(codes_of))
-            for key, (rows_of, codes, codes_of) in self._texts.items()
-            if key == "rank" or len(codes_of) < _MOST_TEXTS
-        }
         return Log(
             path,
             kind,
             series,
             warnings=tuple(warnings),
-            format=log_format,
             lines=self._lines,
-            texts=texts,
-            invented_steps=invented_steps,
+            texts={
+                key: TextSeries(np.array(rows_of), np.array(codes), tuple(codes_of))
+                for key, (rows_of, codes, codes_of) in self._texts.items()
+                if key == "rank" or len(codes_of) < _MOST_TEXTS
+            },
         )
 
     def _select_steps(self, path: Path, tags: Tags) -> tuple[str, Ints, Sequence[str]]:
         """Return the key of the step, the step of each row (-1: none), and warnings."""
-        counts = {key: len(rows) for key, (rows, _) in self._columns.items()}
-        step_key = choose_step_key(counts, tags)
+        step_key = choose_step_key(
+            {key: len(rows) for key, (rows, _) in self._columns.items()}, tags
+        )
         if step_key is None:
             names = [tags["step"]] if "step" in tags else common_names("step")
             epochs = self._columns.get("epoch", ((), ()))[1]
@@ -223,10 +226,9 @@ class RowCollector:
         # A few may be damage; the whole ones among many would be another curve.
         if fractional.size > _FRACTIONAL * len(steps):
             index = fractional[0]
-            line = self._lines[rows[index]]
             raise RunError(
-                f"{path}{f':{line}' if line else ''}: {step_key} is {steps[index]:g}, not a whole "
-                "number; name the column of the step with --tag step=KEY"
+                f"{line_location(path, self._lines[rows[index]])}: {step_key} is {steps[index]:g}, "
+                "not a whole number; name the column of the step with --tag step=KEY"
             )
         lines = [line for row in rows[~valid].tolist() if (line := self._lines[row])]
         warnings = [
@@ -248,10 +250,9 @@ class RowCollector:
             cells = [(row, cell) for row, cell in self._cells(key) if cell.lower() not in MISSING]
             if cells and key != "rank":
                 lines = [self._lines[row] for row, _ in cells]
-                location = f"{path}:{lines[0]}" if lines[0] else str(path)
                 yield DamageWarning(
-                    f"{location}: {cells[0][1]!r:.40} in column {key!r} is not a number; "
-                    f"such cells are missing values: {len(cells)}",
+                    f"{line_location(path, lines[0])}: {cells[0][1]!r:.40} in column {key!r} is "
+                    f"not a number; such cells are missing values: {len(cells)}",
                     lines,
                     "" if key == step_key else key,
                 )
@@ -290,9 +291,9 @@ class LogReader(ABC):
         """Return the rows since the last call, for one who follows the log."""
         return self.rows.take()
 
-    def log(self, path: Path, tags: Tags, warnings: Sequence[str]) -> Log:
+    def log(self, path: Path, tags: Tags) -> Log:
         """Return all rows; raise RunError without any."""
-        return self.rows.log(path, self.kind, tags, [*warnings, *self.warnings])
+        return self.rows.log(path, self.kind, tags, self.warnings)
 
 
 # Numbers as logs print them: `1,234.5`, `1.2K`, `tensor(1.2)`, `10/400`.
@@ -345,6 +346,12 @@ def parse_value(name: str, token: str) -> float | None:
         if parse_number(total) is not None:
             return parse_number(count)
     return parse_number(token)
+
+
+def parse_values(texts: Iterable[tuple[str, str]]) -> Numbers:
+    """Return the numbers among named texts."""
+    numbers = ((name, parse_value(name, token)) for name, token in texts)
+    return {name: number for name, number in numbers if number is not None}
 
 
 def has_decimal_comma(token: str) -> bool:

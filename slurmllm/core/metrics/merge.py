@@ -177,14 +177,13 @@ def _new_schedules(
     # The first step of each attempt; of the rows replaced there, that of the latest attempt.
     rows = rows[np.lexsort((-attempts[replaced[rows]], steps[replaced[rows]]))]
     _, firsts = np.unique(attempts[winners[rows]], return_index=True)
-    pairs = [(int(replaced[i]), int(winners[i])) for i in rows[firsts]]
     return tuple(
         NewSchedule(
             int(steps[old]),
             (int(attempts[old]), int(attempts[new])),
             (float(lr[old]), float(lr[new])),
         )
-        for old, new in pairs
+        for old, new in [(int(replaced[i]), int(winners[i])) for i in rows[firsts]]
     )
 
 
@@ -198,8 +197,7 @@ def compare_overlap(columns: Mapping[str, Floats], old: Ints, new: Ints) -> tupl
             after = columns[key][new]
             identical &= bool(np.all(bit_identical(before, after)))
             difference = relative_difference(before, after)
-            finite = difference[np.isfinite(difference)]
-            largest = max(largest, float(np.max(finite, initial=0.0)))
+            largest = max(largest, float(np.max(difference[np.isfinite(difference)], initial=0.0)))
     return identical, largest
 
 
@@ -233,11 +231,12 @@ def _with_rows(curve: Curve, steps: Sequence[int]) -> Curve:
     places = np.searchsorted(curve.steps, np.array(steps, np.int64))
     present = np.zeros(len(curve.steps), bool)
     absent = {name: curve.absent.get(name, present) for name in curve.columns}
-    attempts = curve.attempts[np.minimum(places, len(curve.steps) - 1)]
     return replace(
         curve,
         steps=np.insert(curve.steps, places, steps),
-        attempts=np.insert(curve.attempts, places, attempts),
+        attempts=np.insert(
+            curve.attempts, places, curve.attempts[np.minimum(places, len(curve.steps) - 1)]
+        ),
         columns={name: np.insert(c, places, np.nan) for name, c in curve.columns.items()},
         absent={name: np.insert(flags, places, True) for name, flags in absent.items()},
     )

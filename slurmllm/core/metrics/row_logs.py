@@ -6,13 +6,13 @@ import csv
 import errno
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from slurmllm.core.errors import RunError
-from slurmllm.core.format import format_plural
+from slurmllm.core.format import Json, Values, format_plural
 from slurmllm.core.metrics.curves import DamageWarning, SourceKind
 from slurmllm.core.metrics.log_series import (
     LONGEST_NUMBER,
@@ -50,8 +50,9 @@ class LineReader(LogReader):
             self._rest = b""
         self._rest += data[end:]
         if len(self._rest) > LARGEST_RECORD:
-            message = f"a line of more than {LARGEST_RECORD:,} bytes"
-            raise OSError(errno.EFBIG, message, str(self._path))
+            raise OSError(
+                errno.EFBIG, f"a line of more than {LARGEST_RECORD:,} bytes", str(self._path)
+            )
 
     def flush(self, last: bool = False) -> None:
         if last and self._rest:
@@ -127,7 +128,7 @@ class TableReader(LineReader):
         numbers, texts = read_cells(self._names, cells)
         self.rows.add(numbers, self._number, texts)
 
-    def log(self, path: Path, tags: Tags, warnings: Sequence[str]) -> Log:
+    def log(self, path: Path, tags: Tags) -> Log:
         if not self._names:
             column_names("", path, tags)  # raises RunError
         if self._short == [self._number]:
@@ -135,12 +136,14 @@ class TableReader(LineReader):
             self._short = []
         for lines, how in ((self._short, "fewer"), (self._wide, "more")):
             if lines:
-                message = (
-                    f"{path}:{lines[0]}: skipped {format_plural(len(lines), 'row')} with {how} "
-                    f"than the header's {len(self._names)} columns"
+                self.warnings.append(
+                    DamageWarning(
+                        f"{path}:{lines[0]}: skipped {format_plural(len(lines), 'row')} with {how} "
+                        f"than the header's {len(self._names)} columns",
+                        lines,
+                    )
                 )
-                self.warnings.append(DamageWarning(message, lines))
-        return super().log(path, tags, warnings)
+        return super().log(path, tags)
 
 
 def read_cells(
@@ -182,8 +185,7 @@ def column_names(header_line: str, path: Path, tags: Tags) -> tuple[str, list[st
     delimiter = "\t" if log_suffix(path) == ".tsv" else max(",;\t", key=header_line.count)
     header = []
     with suppress(csv.Error):  # a line of 128 KiB without a separator
-        cells = next(csv.reader([header_line], delimiter=delimiter), [])
-        header = [name.strip() for name in cells]
+        header = [name.strip() for name in next(csv.reader([header_line], delimiter=delimiter), [])]
     if not any(header):
         raise RunError(f"no metrics in {path}: it has no header; a table of metrics has one")
     tag_file = TAG_CSV.fullmatch(path.name)
@@ -252,7 +254,7 @@ class JsonReader(LineReader):
             else:
                 self._broken.append(self._number)
 
-    def _add(self, row: Mapping[str, Any]) -> None:
+    def _add(self, row: Values) -> None:
         self.rows.add(json_numbers(row), self._number, json_texts(row))
 
     def _read_document(self, content: bytes) -> None:
@@ -271,7 +273,7 @@ class JsonReader(LineReader):
         for row in _document_rows(document):
             self._add(row)
 
-    def log(self, path: Path, tags: Tags, warnings: Sequence[str]) -> Log:
+    def log(self, path: Path, tags: Tags) -> Log:
         if self._broken and not len(self.rows):
             raise RunError(
                 f"{path}:{self._broken[0]}: not a JSON object, and no other line is one; give JSON "
@@ -280,13 +282,15 @@ class JsonReader(LineReader):
         if self._broken == [self._last]:
             self.warnings.append(f"{path}:{self._last}: skipped the truncated last line")
         elif self._broken:
-            skipped = format_plural(len(self._broken), "line")
-            message = f"{path}:{self._broken[0]}: not a JSON object; skipped {skipped}"
+            message = (
+                f"{path}:{self._broken[0]}: not a JSON object; skipped "
+                f"{format_plural(len(self._broken), 'line')}"
+            )
             self.warnings.append(DamageWarning(message, self._broken))
-        return super().log(path, tags, warnings)
+        return super().log(path, tags)
 
 
-def _document_rows(document: Any) -> list[dict[str, Any]]:
+def _document_rows(document: Any) -> list[Json]:
     """Return the rows of a JSON document; none if it has another form."""
     if isinstance(document, list):
         return [row for row in document if isinstance(row, dict)]
@@ -310,7 +314,7 @@ def _document_rows(document: Any) -> list[dict[str, Any]]:
     return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=False)]
 
 
-def _golden_rows(key: str, series: Mapping[str, Any]) -> list[dict[str, Any]]:
+def _golden_rows(key: str, series: Values) -> list[Json]:
     """Return the rows of a metric in Megatron-LM's golden values: by step, or from start_step."""
     values = series["values"]
     if not isinstance(values, dict):
@@ -320,19 +324,18 @@ def _golden_rows(key: str, series: Mapping[str, Any]) -> list[dict[str, Any]]:
     return [{"step": str(step), key: value} for step, value in values.items()]
 
 
-def json_numbers(row: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
+def json_numbers(row: Values, prefix: str = "") -> Iterator[tuple[str, float]]:
     """Yield the numbers of a row by dotted path; null counts as absent."""
     for key, value in row.items():
         if isinstance(value, dict):
             yield from json_numbers(value, f"{prefix}{key}.")
-        elif isinstance(value, str):
-            if (number := parse_value(key, value)) is not None:
+        elif value is not None:
+            number = parse_value(key, value) if isinstance(value, str) else json_number(value)
+            if number is not None:
                 yield prefix + key, number
-        elif value is not None and (number := json_number(value)) is not None:
-            yield prefix + key, number
 
 
-def json_texts(row: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def json_texts(row: Values) -> Iterator[tuple[str, str]]:
     """Yield the texts and truth values of a row, which may name its split."""
     for key, value in row.items():
         if isinstance(value, bool):

@@ -130,8 +130,9 @@ def last_rows(path: Path, count: int) -> list[Row]:
             if size - begin > _LONGEST_TAIL_BYTES:
                 if rows:
                     break
-                fault = f"its last {_LONGEST_TAIL_BYTES:,} bytes hold no row"
-                raise OSError(errno.EFBIG, fault, str(path))
+                raise OSError(
+                    errno.EFBIG, f"its last {_LONGEST_TAIL_BYTES:,} bytes hold no row", str(path)
+                )
             stream.seek(begin)
             lines = (stream.read(position - begin) + tail).split(b"\n")
             # The first piece is the end of a line that begins before what was read.
@@ -176,12 +177,12 @@ def read_events(
 
 def read_evaluations(run: RunDir, files: Iterable[Path]) -> dict[int, Event]:
     """Return the evaluation of each step, of the latest of attempts, by their metrics files."""
-    evaluations = {}
-    for path in files:
-        for event in read_events(run, int(path.stem.removeprefix("attempt_"))):
-            if event.kind == "evaluation":
-                evaluations[event.step] = event
-    return evaluations
+    return {
+        event.step: event
+        for path in files
+        for event in read_events(run, int(path.stem.removeprefix("attempt_")))
+        if event.kind == "evaluation"
+    }
 
 
 def last_evaluation(run: RunDir) -> Event | None:

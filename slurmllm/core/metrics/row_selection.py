@@ -74,8 +74,9 @@ def _columns(log: Log, metrics: Tags) -> Iterator[tuple[str, TextSeries]]:
 
 def _as_texts(series: TagSeries) -> TextSeries:
     numbers, codes = np.unique(series.values, return_inverse=True)
-    texts = tuple(f"{number:g}" for number in numbers.tolist())
-    return TextSeries(series.order, codes.astype(np.int64), texts)
+    return TextSeries(
+        series.order, codes.astype(np.int64), tuple(f"{number:g}" for number in numbers.tolist())
+    )
 
 
 def _codes_at(column: TextSeries, series: TagSeries) -> Ints:

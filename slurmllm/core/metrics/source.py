@@ -56,8 +56,7 @@ def locate(source: str, root: Path) -> Path:
         refuse_removed_format(path)
         if path.is_file():
             return path
-        exists = path.exists() or (root / path).exists()
-        if path.suffix and is_log(path) and not exists:
+        if path.suffix and is_log(path) and not (path.exists() or (root / path).exists()):
             raise RunError(f"no metrics file {path.absolute()}; give a {path.suffix} file or a run")
         for folder in (root / source, path):
             if (folder / "config.yaml").is_file():
@@ -242,16 +241,16 @@ def _read_records(run: RunDir, warnings: list[str]) -> dict[str, Any]:
     try:
         records["data"] = DataRecord.find(run.data)
         records["skips"] = SkipsRecord.of(run).skips
-        submissions = JobsRecord.of(run).submissions
-        records["changes"] = {s.first_attempt: s.changes for s in submissions}
+        records["changes"] = {s.first_attempt: s.changes for s in JobsRecord.of(run).submissions}
     except StorageError as error:
         warnings.append(str(error))
     records["settings"] = _read_settings(run, warnings)
     try:
         attempts = run.attempts("train")
         faults = list[str]()
-        read = partial(_read_mapping, warnings=faults)
-        files = read_all(read, [attempt.record for attempt in attempts])
+        files = read_all(
+            partial(_read_mapping, warnings=faults), [attempt.record for attempt in attempts]
+        )
         warnings += sorted(faults)  # threads read them, in any order
         for attempt, record in zip(attempts, files, strict=True):
             names = record.get("nodes")
@@ -300,8 +299,9 @@ def distinct_names(names: Sequence[str], paths: Sequence[Path]) -> list[str]:
 
 def run_report(verb: str, curves: Sequence[Curve]) -> Path | None:
     """Return `reports/<verb>-<A>-<B>….png` of the first run; None if all curves are of logs."""
-    runs = (curve.path for curve in curves if curve.kind == "run" and curve.path.is_dir())
-    run = next(runs, None)
+    run = next(
+        (curve.path for curve in curves if curve.kind == "run" and curve.path.is_dir()), None
+    )
     return None if run is None else report_path(verb, [curve.name for curve in curves], run)
 
 

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 from pydantic import ValidationError
 
 from slurmllm.core.errors import RunError
-from slurmllm.core.format import format_plural
+from slurmllm.core.format import Texts, format_plural
 from slurmllm.core.metrics.row_reader import (
     json_number,
     last_rows,
@@ -59,7 +59,7 @@ class SteadySteps:
     step_s: float
     data_wait_s: float  # until rank 0 had its sequences
     split: StepSplit | None  # None if not measured
-    warnings: tuple[str, ...] = ()
+    warnings: Texts = ()
 
 
 @dataclass(frozen=True)
@@ -189,8 +189,9 @@ def _read_rows(path: Path) -> list[MetricsRow]:
         except ValidationError as error:
             raise line_error(path, line, first_problem(error, "the line")) from error
         if not 0 < row.step_time_s < math.inf:
-            fault = f"step_time_s is {row.step_time_s}, not a number of seconds above 0"
-            raise line_error(path, line, fault)
+            raise line_error(
+                path, line, f"step_time_s is {row.step_time_s}, not a number of seconds above 0"
+            )
         rows.append(row)
     return rows
 
@@ -199,8 +200,9 @@ def _unused_warnings(used: Group, groups: Mapping[Group, Collection[int]]) -> It
     order = list(groups)
     position = order.index(used)
     for group in order[position + 1 :]:
-        name = _group_name(groups[group], group[1])
-        yield f"{name}: fewer than {MIN_STEPS} steady steps, not used"
+        yield (
+            f"{_group_name(groups[group], group[1])}: fewer than {MIN_STEPS} steady steps, not used"
+        )
     if any(submission > used[0] for submission, _ in order):
         yield (
             f"the steps of {_group_name(groups[used], used[1])} were made before the run was "

@@ -14,10 +14,10 @@ from functools import cache, lru_cache
 from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 
 from slurmllm.core.errors import RunError, UserError
-from slurmllm.core.format import format_names
+from slurmllm.core.format import Texts, format_names
 from slurmllm.core.metrics.curves import COLUMNS, Convention, StepUnit
 
 METRICS = ("step", *COLUMNS)
@@ -31,10 +31,8 @@ JSON_LINES = (".jsonl", ".ndjson")
 FILES = (*TEXTS, *TABLES, *JSON_LINES, ".json")
 
 
-class LineFormat(BaseModel):
+class LineFormat(BaseModel, frozen=True, extra="forbid"):
     """A line of a framework's text output; see formats.yaml."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     head: str
     pair: str | None = None
@@ -51,8 +49,8 @@ class LogFormat(Convention):
     source: str
     printed_by: Literal["first", "last"] = "first"
     mark: str = ""
-    tags: dict[str, tuple[str, ...]] = Field(default_factory=dict)
-    recognized_by: tuple[str, ...] = ()  # names of the loss; all of them if empty
+    tags: dict[str, Texts] = Field(default_factory=dict)
+    recognized_by: Texts = ()  # names of the loss; all of them if empty
     file: str = ""
     lines: tuple[LineFormat, ...] = ()
 
@@ -61,7 +59,7 @@ def log_formats() -> Mapping[str, LogFormat]:
     return {name: log_format for name, log_format in all_formats().items() if name != ANY_FRAMEWORK}
 
 
-def common_names(metric: str) -> tuple[str, ...]:
+def common_names(metric: str) -> Texts:
     """Return the names of a metric, or of `step`, that mean the same in all frameworks."""
     return all_formats()[ANY_FRAMEWORK].tags.get(metric, ())
 
@@ -71,8 +69,10 @@ def all_formats() -> Mapping[str, LogFormat]:
     """Return the formats, and the names and lines that mean the same in all frameworks."""
     from slurmllm.core.run.error_patterns import read_table  # our own runs' metrics need no yaml
 
-    formats = read_table(Path(__file__).with_name("formats.yaml"))
-    return {name: LogFormat(name=name, **values) for name, values in formats.items()}
+    return {
+        name: LogFormat(name=name, **values)
+        for name, values in read_table(Path(__file__).with_name("formats.yaml")).items()
+    }
 
 
 def find_format(progress: str) -> LogFormat:
@@ -110,9 +110,9 @@ class TagChoice:
     """The tags (columns, keys) that hold the metrics of a log."""
 
     tags: Tags  # by metric
-    rivals: Mapping[str, tuple[str, ...]]  # metric → other tags that match
+    rivals: Mapping[str, Texts]  # metric → other tags that match
     format: LogFormat | None  # None if not recognized
-    missing: tuple[str, ...]  # warnings: tags that the user named and the log lacks
+    missing: Texts  # warnings: tags that the user named and the log lacks
 
 
 # pytorch/torchtitan components/metrics.py: tokens per second per device
@@ -202,16 +202,13 @@ def choose_tags(
                 raise RunError(f"{reason}; there are {list_tags(counts)}")
             missing.append(f"{reason}; {metric} is taken from {free[0]!r}")
     if not {"loss", "grad_norm"} & chosen.keys():  # `spikes` works with either
-        reason = "none of its tags is known"
-        tag = "TAG"
-        if "val_loss" in chosen:
-            reason = "it has only that of a validation"
-            tag = chosen["val_loss"]
         if not counts:
             raise RunError(f"no loss in {source}: its lines hold steps and no values")
+        is_validated = "val_loss" in chosen
+        reason = "it has only that of a validation" if is_validated else "none of its tags is known"
         raise RunError(
             f"no loss in {source}: {reason}; there are {list_tags(counts)}; name it with "
-            f"--tag loss={tag}"
+            f"--tag loss={chosen.get('val_loss', 'TAG')}"
         )
     return TagChoice(chosen, rivals, framework, tuple(missing))
 

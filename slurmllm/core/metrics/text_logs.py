@@ -12,6 +12,7 @@ import re
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from datetime import UTC, datetime
 from functools import cache, lru_cache
 from itertools import groupby, pairwise
@@ -19,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from slurmllm.core.errors import RunError
-from slurmllm.core.format import printable
+from slurmllm.core.format import Texts, printable
 from slurmllm.core.metrics.curves import SourceKind
 from slurmllm.core.metrics.log_series import (
     NUMBER,
@@ -30,7 +31,7 @@ from slurmllm.core.metrics.log_series import (
     Numbers,
     RowCollector,
     Rows,
-    parse_value,
+    parse_values,
 )
 from slurmllm.core.metrics.tags import (
     ANY_FRAMEWORK,
@@ -107,7 +108,6 @@ class TextReader(LogReader):
         self._pattern = pattern
         self._formats = named or formats
         self._collectors = [RowCollector() for _ in self._formats]  # by format, of all ranks
-        self._waiting = [Rows() for _ in self._formats]  # rows that were not taken yet
         self._by_rank: dict[str, list[_LineReader]] = {}
         self._latest: dict[str, _LineReader] = {}  # of each rank, the one that read a line
         self._number = 1
@@ -125,8 +125,11 @@ class TextReader(LogReader):
         whole = last or not lines or lines[-1].endswith(b"\n")
         self._rest = b"" if whole else lines.pop()[: _LONGEST_LINE + 1]
         for line in lines:
-            is_read = self._pattern is not None or _HINT.search(line) is not None
-            is_read = is_read or any(reader.row for reader in self._latest.values())
+            is_read = (
+                self._pattern is not None
+                or _HINT.search(line)
+                or any(reader.row for reader in self._latest.values())
+            )
             if is_read and len(line) <= _LONGEST_LINE:
                 self._read_line(printable(line.decode("utf-8-sig", "replace").rstrip("\r\n")))
             self._continued = not line.endswith(b"\n")
@@ -149,9 +152,10 @@ class TextReader(LogReader):
                 )
                 for (log_format, lines), rows in zip(self._formats, self._collectors, strict=True)
             ]
-        readers: Sequence[_LineReader] = self._by_rank[rank]
-        if rank in self._latest and not self._latest[rank].is_general:
-            readers = (self._latest[rank], *readers)
+        readers = self._by_rank[rank]
+        latest = self._latest.get(rank)
+        if latest is not None and not latest.is_general:
+            readers = [latest, *readers]
         for reader in readers:
             if reader.read(line, self._number, stamp):
                 self._latest[rank] = reader
@@ -172,13 +176,10 @@ class TextReader(LogReader):
         best = self._choose_reader()
         if best is None:
             return []
-        taken = []
-        for index, collector in enumerate(self._collectors):
-            rows = self._waiting[index] + collector.take()
-            if collector is best.rows:
-                taken = rows
-                rows = []
-            self._waiting[index] = rows[-_MAX_WAITING:]
+        taken = best.rows.waiting + best.rows.take()
+        for collector in self._collectors:
+            collector.waiting = (collector.waiting + collector.take())[-_MAX_WAITING:]
+        best.rows.waiting = []
         tags = self.format.tags.values() if self.format is not None else ()
         if not any("time" in names for names in tags):  # else Detectron2's time of a step
             for row in taken:
@@ -194,10 +195,11 @@ class TextReader(LogReader):
             self.numbered = best.invented_steps
         return best
 
-    def log(self, path: Path, tags: Tags, warnings: Sequence[str]) -> Log:
+    def log(self, path: Path, tags: Tags) -> Log:
         best = self._choose_reader()
         if best is not None and best.rows:
-            return best.rows.log(path, self.kind, tags, warnings, best.format, self.numbered)
+            log = best.rows.log(path, self.kind, tags, self.warnings)
+            return replace(log, format=best.format, invented_steps=self.numbered)
         if self._pattern is not None:
             raise RunError(
                 f"no line of {path} matches --pattern '{self._pattern}'; check it against a line "
@@ -229,8 +231,9 @@ class _LineReader:
         self.is_general = log_format is None or lines[0].step_of_bar
         if log_format is not None:
             first = log_format.steps_from if lines[0].steps_from is None else lines[0].steps_from
-            changes = {"counts": lines[0].counts, "steps_from": first}
-            self.format = log_format.model_copy(update=changes)
+            self.format = log_format.model_copy(
+                update={"counts": lines[0].counts, "steps_from": first}
+            )
         self.row = Numbers()  # the next line may belong to it
         self.invented_steps = ""
         self._rank = [("rank", rank)] if rank else []
@@ -256,8 +259,7 @@ class _LineReader:
             if values is None and not self.row:
                 continue
             texts = [] if pair is None else pair.findall(line)
-            numbers = ((name.strip(), parse_value(name, value)) for name, value in texts)
-            pairs = {name: number for name, number in numbers if number is not None}
+            pairs = parse_values((name.strip(), value) for name, value in texts)
             if values is not None:
                 if not (pairs or unread or self._following or values.keys() - _LOCATING):
                     continue  # a line of another format, which has the values
@@ -285,6 +287,7 @@ class _LineReader:
 
     def _step_of_bar(self, row: Numbers) -> float:
         """Return the step that a bar with a loss is at, which may begin anew with each epoch."""
+        last_epoch, last_count, last_distance = self._bar
         count = row.pop("bar")
         epoch = row.pop("epoch", None)
         total = row.pop("total", math.inf)
@@ -296,13 +299,13 @@ class _LineReader:
         elif epoch is not None and math.isfinite(total):
             # Lightning, which shows v_num, counts epochs from 0, others maybe from 1.
             self._first_epoch = min(self._first_epoch, epoch, 0.0 if "v_num" in row else 1.0)
-            if epoch > self._bar[0] and count - self._bar[1] == self._bar[2]:
+            if epoch > last_epoch and count - last_count == last_distance:
                 self._first_epoch = math.nan  # the steps are those of the training
             if not math.isnan(self._first_epoch):
                 self._before = (epoch - self._first_epoch) * total
-        elif epoch is not None and epoch > self._bar[0] and count <= self._bar[1]:
-            self._before += self._bar[1]
-        self._bar = (epoch or 0.0, count, count - self._bar[1])
+        elif epoch is not None and epoch > last_epoch and count <= last_count:
+            self._before += last_count
+        self._bar = (epoch or 0.0, count, count - last_count)
         return count + self._before
 
     def flush(self, last: bool = False) -> None:
@@ -352,9 +355,7 @@ class _TrainerReader(_LineReader):
 
     def flush(self, last: bool = False) -> None:
         # The last row may get its step from a bar that follows.
-        count = len(self._pending)
-        if not last and self._open and self._total:
-            count -= 1
+        count = len(self._pending) - (not last and self._open and self._total != "")
         ready = self._pending[:count]
         self._pending = self._pending[count:]
         self._open = self._open and bool(self._pending)
@@ -374,7 +375,7 @@ class _TrainerReader(_LineReader):
 
 
 @lru_cache
-def _has_step(names: tuple[str, ...]) -> bool:
+def _has_step(names: Texts) -> bool:
     return bool(step_keys(names, {}))
 
 
@@ -386,14 +387,13 @@ def _read_head(
     Also what a group such as `\S+` of a user's pattern holds instead of a number: it is damage.
     """
     groups = {name: value for name, value in match.groupdict().items() if value}
-    numbers = ((name, parse_value(name, value)) for name, value in groups.items())
-    values = {name: number for name, number in numbers if number is not None}
+    values = parse_values(groups.items())
     unread = [item for item in groups.items() if item[0] in METRICS and item[0] not in values]
     if "step" in match.re.groupindex:
         if "step" not in values:
             return None, unread
-        epoch = values.pop("epoch", epochs_from)
-        values["step"] += (epoch - epochs_from) * values.pop("total", 0.0)
+        epochs = values.pop("epoch", epochs_from) - epochs_from
+        values["step"] += epochs * values.pop("total", 0.0)
     with suppress(ValueError):
         if "asctime" in groups:
             values["time"] = float(calendar.timegm(time.strptime(groups["asctime"])))
