@@ -13,8 +13,9 @@ import inspect
 import re
 import sys
 import typing
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from functools import partial
 from importlib.machinery import PathFinder
 from importlib.metadata import EntryPoint, entry_points
 from itertools import accumulate
@@ -22,6 +23,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar
 
 from slurmllm.core.errors import ConfigError, SlurmllmError
+from slurmllm.core.format import Values
 
 Kind = Literal["hooks", "optimizers", "models", "data_sources"]
 KINDS: tuple[str, ...] = typing.get_args(Kind)
@@ -70,7 +72,7 @@ def import_modules(names: Sequence[str]) -> None:
         ConfigError: a module cannot be imported.
     """
     for name in names:
-        _load(lambda name=name: importlib.import_module(name), f"plugins: {name}")  # type: ignore[misc]
+        _load(partial(importlib.import_module, name), f"plugins: {name}")
 
 
 def find(kind: Kind, name: str, path: str, modules: Sequence[str] = ()) -> object:
@@ -115,7 +117,7 @@ def build(
     name: str,
     path: str,
     expected: type[T],
-    settings: Mapping[str, Any],
+    settings: Values,
     *arguments: Any,
 ) -> T:
     """Call a part with arguments and the recipe's settings; returns what it makes.
@@ -135,7 +137,8 @@ def build(
         raise
     except Exception as error:
         raise ConfigError(
-            f"{label} fails with these settings: {_reason(error)}; correct them, or the plugin"
+            f"{label} fails with these settings: {type(error).__name__}: {error}; correct them, or "
+            "the plugin"
         ) from error
     if not isinstance(result, expected):
         raise ConfigError(
@@ -146,7 +149,7 @@ def build(
 
 
 def check_settings(
-    plugin: object, label: str, settings: Mapping[str, Any], num_arguments: int
+    plugin: object, label: str, settings: Values, num_arguments: int
 ) -> dict[str, Any]:
     """Return the settings, validated by the annotations of the keyword-only parameters.
 
@@ -158,7 +161,7 @@ def check_settings(
         ConfigError: with all faults, or the plugin cannot be called so.
     """
     # Here: a data worker, of which each worker starts some, needs no pydantic else.
-    from pydantic import ConfigDict, ValidationError, create_model
+    from pydantic import ValidationError, create_model
 
     if not callable(plugin):
         raise ConfigError(
@@ -176,11 +179,11 @@ def check_settings(
             f"{label} cannot be called with {num_arguments} positional arguments and its settings "
             f"as keywords: {error}; see docs/plugins.md for its interface"
         ) from error
-    fields: dict[str, Any] = {}
-    for parameter in keywords:
-        default = ... if parameter.default is parameter.empty else parameter.default
-        fields[parameter.name] = (hints.get(parameter.name, Any), default)
-    model = create_model("Settings", __config__=ConfigDict(extra="forbid"), **fields)
+    fields: dict[str, Any] = {
+        p.name: (hints.get(p.name, Any), ... if p.default is p.empty else p.default)
+        for p in keywords
+    }
+    model = create_model("Settings", __config__={"extra": "forbid"}, **fields)
     try:
         checked = model.model_validate(dict(settings))
     except ValidationError as error:
@@ -194,7 +197,7 @@ def check_settings(
             message = messages.get(fault["type"], f"{fault['input']!r}: {fault['msg']}")
             faults.append(f"{name}: {message}")
         raise ConfigError(f"{label}: {len(faults)} invalid setting(s)", faults) from error
-    return {name: getattr(checked, name) for name in names}
+    return dict(checked)
 
 
 def _qualified_name(kind: type) -> str:
@@ -265,10 +268,6 @@ def _load(load: Callable[[], T], label: str) -> T:
         raise
     except (Exception, SystemExit) as error:  # a module may raise anything
         raise ConfigError(
-            f"{label} cannot be imported: {_reason(error)}; install what is missing in this Python "
-            "environment (a module: on PYTHONPATH), or correct the name"
+            f"{label} cannot be imported: {type(error).__name__}: {error}; install what is missing "
+            "in this Python environment (a module: on PYTHONPATH), or correct the name"
         ) from error
-
-
-def _reason(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"

@@ -48,9 +48,9 @@ _NEURON_TENSOR = (1, 8, 32)
 # From the fastest to the smallest; the list is of AWS's 70B runs.
 CHECKPOINTING: tuple[Checkpointing, ...] = ("none", "selective", ("core", "mlp"), "full")
 _PARALLEL_RULES = [
-    (rule.check, [attrgetter(path) for path in rule.paths])
-    for rule in RULES
-    if any(path.startswith("parallel.") for path in rule.paths)
+    (check, [attrgetter(path) for path in paths])
+    for paths, check in RULES
+    if any(path.startswith("parallel.") for path in paths)
 ]
 
 Unsupported = Callable[[RunConfig], Sequence[str]]
@@ -233,8 +233,7 @@ def _micro_batches(
     except MeshError as error:
         return error.rule
     for check, values in _PARALLEL_RULES:
-        fault = check(*[value(layout.recipe) for value in values])
-        if fault is not None:
+        if fault := check(*[value(layout.recipe) for value in values]):
             return fault
     if reasons := unsupported(layout):
         return reasons[0]

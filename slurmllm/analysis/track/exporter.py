@@ -15,7 +15,7 @@ from prometheus_client.exposition import ThreadingWSGIServer
 from slurmllm.analysis.status.runs import supervised_state
 from slurmllm.analysis.track.prometheus import Page
 from slurmllm.core.config.resolve import RunConfig
-from slurmllm.core.config.token_file import read_token
+from slurmllm.core.config.trackers import read_token
 from slurmllm.core.run.rundir import RunDir
 from slurmllm.core.run.safe_files import login_name, write_whole
 from slurmllm.core.run.worker_files import diagnostic

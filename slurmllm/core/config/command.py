@@ -17,6 +17,7 @@ from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 from pydantic import AfterValidator, BaseModel
 
 from slurmllm.core.config.operation import PositiveInt, Section
+from slurmllm.core.config.profiles import name_of
 from slurmllm.core.errors import ConfigError
 
 S = TypeVar("S", bound=BaseModel)
@@ -61,8 +62,17 @@ composer.cli composer.cli.launcher paddle.distributed.launch
 """
 # Sections of our own trainers that a recipe with a command does not have.
 REFUSED = (
-    *("model", "train", "optim", "data", "eval", "parallel"),
-    *("layouts", "guard", "profile", "hooks", "plugins"),
+    "model",
+    "train",
+    "optim",
+    "data",
+    "eval",
+    "parallel",
+    "layouts",
+    "guard",
+    "profile",
+    "hooks",
+    "plugins",
 )
 
 # Of a command that ended before `command.steps`
@@ -158,7 +168,6 @@ class WorkerTraits(NamedTuple):
     has_model: bool  # slurmllm trains it: model, batches, mesh, checkpoints and metrics are its own
     steps: int | None  # to the end, if a command says so
     one_per_node: bool = False  # a process that starts a node's others
-    saves_on_signal: bool = True  # whether it can be asked to save and exit
 
 
 def join_arguments(arguments: Sequence[str]) -> str:
@@ -204,8 +213,7 @@ def name_of_command(arguments: Sequence[str]) -> str:
     scripts = [argument for argument in arguments if argument.endswith((".py", ".sh"))]
     modules = [after for argument, after in pairwise(arguments) if argument == "-m"]
     name = Path((scripts or modules or arguments[:1])[0]).name
-    name = name.removesuffix(".py").removesuffix(".sh")
-    return re.sub(r"[^A-Za-z0-9._-]+", "-", name).lstrip("._-") or "command"
+    return name_of(name.removesuffix(".py").removesuffix(".sh"), "command")
 
 
 @cache  # so that equal recipes are equal

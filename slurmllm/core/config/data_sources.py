@@ -19,7 +19,7 @@ from slurmllm.core.config.operation import PositiveFloat, PositiveInt, Section
 from slurmllm.core.config.profiles import available, did_you_mean, find_yaml, shipped_dir
 from slurmllm.core.config.yaml_source import read_yaml
 from slurmllm.core.errors import ConfigError
-from slurmllm.core.format import format_count, format_estimate
+from slurmllm.core.format import Texts, format_count, format_estimate
 from slurmllm.core.run.safe_files import read_limited
 
 _FORM = "see docs/data.md#published-data-sets"
@@ -119,8 +119,9 @@ def data_dir() -> Path:
 def _is_published(name: str) -> str:
     # A file is read when it is needed: that of an old run may be gone.
     if Path(name).suffix not in (".yaml", ".yml") and name not in (names := available(data_dir())):
-        guess = did_you_mean(name, names)
-        raise ValueError(f"unknown data set; {guess}known here: {', '.join(names)}")
+        raise ValueError(
+            f"unknown data set; {did_you_mean(name, names)}known here: {', '.join(names)}"
+        )
     return name
 
 
@@ -169,7 +170,7 @@ class DataConfig(Section):
     """Processes that tokenize ahead of the training, for each worker."""
 
     @property
-    def sources(self) -> tuple[str, ...]:
+    def sources(self) -> Texts:
         """Names of the published data sets; empty if none is set."""
         return (self.source,) if isinstance(self.source, str) else self.source or ()
 
@@ -219,7 +220,7 @@ def read_source(name: str) -> DataSource:
 
 
 @functools.cache
-def _published_size(sources: tuple[str, ...]) -> tuple[str, float] | None:
+def _published_size(sources: Texts) -> CorpusSize | None:
     """Return name and tokens of the data set that has the corpus; None if they are unknown."""
     with contextlib.suppress(ConfigError):  # the file of an old run's data set may be gone
         for name in sources:
@@ -229,10 +230,11 @@ def _published_size(sources: tuple[str, ...]) -> tuple[str, float] | None:
     return None
 
 
+CorpusSize = tuple[str, float]  # name, and tokens or epochs of it
 _USEFUL_EPOCHS = 4  # Muennighoff et al. 2023 (arXiv 2305.16264), section 5
 
 
-def _built_size(corpus: Path) -> tuple[str, float] | None:
+def _built_size(corpus: Path) -> CorpusSize | None:
     """Return the name and approximate tokens of a corpus that `data build` made, else None."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         summary = json.loads(read_limited(Path(f"{corpus}.json")))
@@ -240,7 +242,7 @@ def _built_size(corpus: Path) -> tuple[str, float] | None:
     return None
 
 
-def corpus_epochs(data: DataConfig, tokens: int, origin: str = "") -> tuple[str, float] | None:
+def corpus_epochs(data: DataConfig, tokens: int, origin: str = "") -> CorpusSize | None:
     """Return the corpus and its approximate number of epochs; None if unknown.
 
     In your own corpus a token counts as 4 bytes, about GPT-2's average for English.

@@ -58,6 +58,7 @@ _FROM_FILE = """
     qos reservation segment sockets-per-node spread-job switches thread-spec threads-per-core
     time-min tmp tres-bind tres-per-task use-min-nodes wait-all-nodes wckey
 """
+FROM_FILE = _FROM_FILE.split()
 
 
 def parse_nodes(nodes: str, name: str = "--nodes") -> tuple[int | None, int]:
@@ -73,13 +74,9 @@ def parse_nodes(nodes: str, name: str = "--nodes") -> tuple[int | None, int]:
 
 def user_defaults() -> dict[str, str]:
     """Return the user's SBATCH_ACCOUNT, … by option, for options that nothing else sets."""
-    values = {name: os.environ.get(f"SBATCH_{name.upper()}") for name in USER_DEFAULTS}
-    return {name: value for name, value in values.items() if value}
-
-
-def may_be_in_file(name: str) -> bool:
-    """Whether a recipe's file, which may be another user's, may set this option."""
-    return name in _FROM_FILE.split()
+    return {
+        name: value for name in USER_DEFAULTS if (value := os.environ.get(f"SBATCH_{name.upper()}"))
+    }
 
 
 def refuse_generated(name: str) -> None:

@@ -21,7 +21,7 @@ from slurmllm.core.config.recipe import ModelConfig, RopeScaling
 from slurmllm.core.config.rules import broken_rules
 from slurmllm.core.config.yaml_source import Values, flatten
 from slurmllm.core.errors import ConfigError
-from slurmllm.core.format import format_plural
+from slurmllm.core.format import Texts, format_plural
 from slurmllm.core.run.safe_files import os_error_text, read_limited
 
 CONFIG = "config.json"
@@ -30,7 +30,7 @@ ADAPTER = (
     "peft: `PeftModel.from_pretrained(base, adapter).merge_and_unload().save_pretrained(DIR)`"
 )
 # Ours → transformers' names, which are equal but for speed; an export writes the first.
-ACTIVATION_NAMES: dict[Activation, tuple[str, ...]] = {
+ACTIVATION_NAMES: dict[Activation, Texts] = {
     "gelu": ("gelu",),
     "gelu_tanh": ("gelu_pytorch_tanh", "gelu_new", "gelu_fast"),
     "silu": ("silu", "swish"),
@@ -60,8 +60,9 @@ def read_model(path: Path) -> Values:
         )
     source, faults = read_config(folder, name)
     if source is None:
-        count = format_plural(len(faults), "error")
-        raise ConfigError(f"model: {path} cannot be used: {count}", faults)
+        raise ConfigError(
+            f"model: {path} cannot be used: {format_plural(len(faults), 'error')}", faults
+        )
     return source.model.model_dump(mode="json")
 
 
@@ -108,20 +109,20 @@ def read_config(directory: Path, name: str = CONFIG) -> tuple[SourceConfig | Non
             if fault["type"] == "missing":
                 problem = " ".join([*inner, "is missing"])
             faults.append(f"{key}: {problem}")
-    bos = values.get("bos_token_id")
-    eos = values.get("eos_token_id")
-    for key, value in (("bos_token_id", bos), ("eos_token_id", eos)):
+    for key in ("bos_token_id", "eos_token_id"):
+        value = values.get(key)
         tokens = value if isinstance(value, list) and key == "eos_token_id" else [value]
         # type() and not isinstance(): True is an int.
         if value is not None and any(type(token) is not int for token in tokens):
             faults.append(f"{key}: must be the number of a token, not {value!r}")
     if faults or model is None:
         return None, faults
-    architectures = values.get("architectures") or [dialect.causal]
-    return SourceConfig(model, architectures[0], bos, eos), []
+    architecture = (values.get("architectures") or [dialect.causal])[0]
+    bos, eos = values.get("bos_token_id"), values.get("eos_token_id")
+    return SourceConfig(model, architecture, bos, eos), []
 
 
-def _find_family(values: Mapping[str, Any], faults: list[str]) -> Family | None:
+def _find_family(values: Values, faults: list[str]) -> Family | None:
     """Return the family that architectures and model_type agree on."""
     model_type = values.get("model_type")
     architectures = values.get("architectures") or []
@@ -135,7 +136,7 @@ def _find_family(values: Mapping[str, Any], faults: list[str]) -> Family | None:
     by_class = [
         family
         for family in families
-        if family.hugging_face.causal in names or family.hugging_face.base in names
+        if {family.hugging_face.causal, family.hugging_face.base} & {*names}
     ]
     if model_type is not None and not by_type:
         types = ", ".join(family.hugging_face.model_type for family in families)
@@ -150,7 +151,7 @@ def _find_family(values: Mapping[str, Any], faults: list[str]) -> Family | None:
     return None if faults else (by_class or by_type)[0]
 
 
-def _model_fields(values: Mapping[str, Any], family: Family, faults: list[str]) -> Values:
+def _model_fields(values: Values, family: Family, faults: list[str]) -> Values:
     """Return the fields of our model section, not yet validated."""
     keys = family.hugging_face.keys
     fields: Values = {"family": family.name}
@@ -186,12 +187,11 @@ def _model_fields(values: Mapping[str, Any], family: Family, faults: list[str]) 
                 "'llama3' are"
             )
         rope = inner or rope
-    items = (*values.items(), *rope.items())
-    settings = {key: value for key, value in items if value is not None}
-    pct = settings.get("rotary_pct", family.defaults["rotary_pct"])
-    fields["rotary_pct"] = settings.get("partial_rotary_factor", pct)
-    base = settings.get("rotary_emb_base", 10000.0)
-    fields["rotary_base"] = settings.get("rope_theta", base)
+    settings = {key: value for key, value in (*values.items(), *rope.items()) if value is not None}
+    fields["rotary_pct"] = settings.get(
+        "partial_rotary_factor", settings.get("rotary_pct", family.defaults["rotary_pct"])
+    )
+    fields["rotary_base"] = settings.get("rope_theta", settings.get("rotary_emb_base", 10000.0))
     if rope.get("rope_type", rope.get("type")) == "llama3":
         scaling = {name: rope[name] for name in _SCALING if name in rope}
         fields["rope_scaling"] = {"kind": "llama3", **scaling}
@@ -244,8 +244,8 @@ def write_config(
             "partial_rotary_factor": model.rotary_pct,
         }
     if model.rope_scaling is not None:
-        scaling = model.rope_scaling.model_dump(exclude={"kind"})
-        scaling["rope_type"] = model.rope_scaling.kind
+        scaling = model.rope_scaling.model_dump()
+        scaling["rope_type"] = scaling.pop("kind")
         values["rope_parameters"] |= scaling
         values["rope_scaling"] = scaling
     path.write_text(json.dumps(dict(sorted(values.items())), indent=2) + "\n", encoding="utf-8")

@@ -7,10 +7,7 @@ are layers, folded into one tree before it is validated.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
-
-from slurmllm.core.config.yaml_source import read_yaml
 
 DEFAULT = "default"  # source of a value that nothing sets
 
@@ -43,11 +40,6 @@ def make_tree(values: Mapping[str, Any], sources: Mapping[str, str], prefix: str
         else:
             tree[key] = Value(value, sources.get(path, DEFAULT))
     return tree
-
-
-def read_tree(path: Path, *, trusted: bool = False, form: str) -> Tree:
-    """Read a YAML file; arguments and errors are those of `read_yaml`."""
-    return make_tree(*read_yaml(path, trusted=trusted, form=form))
 
 
 def leaves(tree: Tree, prefix: str = "") -> Iterator[tuple[str, Value]]:

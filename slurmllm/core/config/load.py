@@ -87,7 +87,7 @@ def save(config: RunConfig, run: RunDir) -> None:
     write_atomic(run.config, config.to_yaml())
 
 
-def _read(path: Path, trusted: bool = False) -> tuple[Values, dict[str, str]]:
+def _read(path: Path, trusted: bool = False) -> tuple[Values, Origins]:
     tree, _ = read_yaml(path, trusted=trusted)
     origins = tree.pop("origin", {})
     origins = origins if isinstance(origins, dict) else {}

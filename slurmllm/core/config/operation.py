@@ -12,7 +12,6 @@ from pydantic import (
     AfterValidator,
     BaseModel,
     BeforeValidator,
-    ConfigDict,
     Field,
     NonNegativeInt,
     WithJsonSchema,
@@ -30,12 +29,10 @@ PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
-class Section(BaseModel):
+class Section(
+    BaseModel, frozen=True, extra="forbid", strict=True, protected_namespaces=(), defer_build=True
+):
     """A frozen group of fields; unknown fields are faults and nothing is converted silently."""
-
-    model_config = ConfigDict(
-        frozen=True, extra="forbid", strict=True, protected_namespaces=(), defer_build=True
-    )
 
 
 def _number_or_auto(value: Any) -> Any:

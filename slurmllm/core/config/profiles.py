@@ -11,6 +11,7 @@ import os
 import re
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import reduce
 from pathlib import Path
 
 import yaml
@@ -20,13 +21,13 @@ from slurmllm.core.config.layers import (
     Value,
     as_section,
     is_section,
+    make_tree,
     merge,
     plain,
-    read_tree,
     value_at,
     with_source,
 )
-from slurmllm.core.config.yaml_source import parse_yaml, write_yaml
+from slurmllm.core.config.yaml_source import parse_yaml, read_yaml, write_yaml
 from slurmllm.core.errors import ConfigError
 from slurmllm.core.run.rundir import write_atomic
 
@@ -112,11 +113,8 @@ def read_profile(path: Path, folder: Path) -> Tree:
     Raises:
         ConfigError: a file cannot be read, or profiles extend each other.
     """
-    levels = [level for _, level in read_chain(path, folder, "cluster profile")]
-    profile = levels.pop()
-    while levels:
-        profile = extended(profile, levels.pop())
-    return profile
+    chain = read_chain(path, folder, "cluster profile")
+    return reduce(extended, [level for _, level in reversed(chain)])
 
 
 def read_chain(path: Path, folder: Path, kind: str) -> list[tuple[Path, Tree]]:
@@ -143,22 +141,22 @@ def read_chain(path: Path, folder: Path, kind: str) -> list[tuple[Path, Tree]]:
                 "some of them"
             )
         if following.resolve() in (file.resolve() for file in files):
-            names = " extends ".join(map(str, [*files, following]))
             raise ConfigError(
-                f"{kind}s extend each other: {names}; remove one `extends`, or name a {noun} "
+                f"{kind}s extend each other: {' extends '.join(map(str, [*files, following]))}; "
+                f"remove one `extends`, or name a {noun} "
                 f"outside of the chain: {', '.join(available(folder))}"
             )
-        tree = read_tree(following, form=_FORMS[kind])
+        tree = make_tree(*read_yaml(following, form=_FORMS[kind]))
         chain.append((following, tree))
         following = _base(tree, following, folder, kind)
     if len(chain) > 1 or path.parent.name == TRAINERS:
-        name = Value(name_of(path, noun), path.name)
-        chain[0] = path, {"name": name, **chain[0][1]}
+        chain[0] = path, {"name": Value(name_of(path.stem, noun), path.name), **chain[0][1]}
     return chain
 
 
-def name_of(path: Path, default: str) -> str:
-    return re.sub(r"[^A-Za-z0-9._-]+", "-", path.stem).lstrip("._-") or default
+def name_of(file: str, default: str) -> str:
+    """Return the name of a recipe or profile whose file, or script, has this name."""
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", file).lstrip("._-") or default
 
 
 def _base(tree: Tree, path: Path, folder: Path, kind: str) -> Path | None:
@@ -201,8 +199,9 @@ def extended(base: Tree, changes: Tree) -> Tree:
         names = [name for name in dict.fromkeys(assumed) if name not in hardware]
         derived = {"assumed": Value(names, "extends")}
         if changed:
-            source = f"{', '.join(changed)} as given; {value_at(figures, 'source')}"
-            derived["source"] = Value(source, "extends")
+            derived["source"] = Value(
+                f"{', '.join(changed)} as given; {value_at(figures, 'source')}", "extends"
+            )
         changes = {**changes, "hardware": {**derived, **hardware}}
     # Not merged: the date and source of the other's price are not this one's.
     dropped = {"price"} if {"price", "instance_type"} & changes.keys() else set()
@@ -217,8 +216,7 @@ def extended(base: Tree, changes: Tree) -> Tree:
 def user_configuration() -> Path:
     """Return the file of this user's settings for every run, which need not exist."""
     base = os.environ.get("XDG_CONFIG_HOME") or "~/.config"
-    path = os.environ.get("SLURMLLM_CONFIG") or f"{base}/slurmllm/config.yaml"
-    return Path(path).expanduser()
+    return Path(os.environ.get("SLURMLLM_CONFIG") or f"{base}/slurmllm/config.yaml").expanduser()
 
 
 def choose_cluster(cluster: str | None) -> tuple[str | None, str]:
@@ -270,11 +268,13 @@ def with_user_configuration(profile: Tree) -> Tree:
     if not settings:
         return profile
     folder = user_configuration().parent.name
-    named = {
-        name: with_source(node, lambda source: f"{folder}/{source}")
-        for name, node in settings.items()
-    }
-    return extended(profile, named)
+    return extended(
+        profile,
+        {
+            name: with_source(node, lambda source: f"{folder}/{source}")
+            for name, node in settings.items()
+        },
+    )
 
 
 def _read_user_file() -> Tree:
@@ -282,7 +282,7 @@ def _read_user_file() -> Tree:
     if not path.is_file():
         return {}
     form = "see docs/site.md#the-default-cluster and docs/data.md#published-data-sets"
-    settings = read_tree(path, trusted=True, form=form)
+    settings = make_tree(*read_yaml(path, trusted=True, form=form))
     if unknown := settings.keys() - {*_USER_FIELDS}:
         fields = ", ".join(_USER_FIELDS)
         raise ConfigError(f"{path}: unknown field {min(unknown)!r}; it may set {fields}; {form}")

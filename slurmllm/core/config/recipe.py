@@ -35,6 +35,7 @@ from slurmllm.core.config.operation import (
     SlurmConfig,
     WatchdogConfig,
 )
+from slurmllm.core.config.yaml_source import Values
 from slurmllm.core.errors import ConfigError
 from slurmllm.core.plugins import PluginRef, split_prefix
 
@@ -136,7 +137,7 @@ class ModelConfig(Section):
         return (self.vocab_size + multiple - 1) // multiple * multiple
 
 
-def with_family(values: Mapping[str, Any]) -> dict[str, Any]:
+def with_family(values: Mapping[str, Any]) -> Values:
     """Return the fields of a model section, those left out with the family's values."""
     family = values.get("family")
     built_in = FAMILIES.get(family) if isinstance(family, str) else None
@@ -265,14 +266,12 @@ class OptimConfig(Section):
     """Whether norms and biases decay too (HLAT: every parameter)."""
     grad_clip: NonNegativeFloat = 1.0
     """Largest gradient 2-norm over all parameters; 0 clips nothing."""
-    settings: dict[str, Any] = Field(default_factory=dict)
+    settings: Values = Field(default_factory=dict)
     """Settings of an optimizer of a plugin."""
 
     @field_validator("settings")
     @classmethod
-    def _belong_to_another_optimizer(
-        cls, settings: dict[str, Any], info: ValidationInfo
-    ) -> dict[str, Any]:
+    def _belong_to_another_optimizer(cls, settings: Values, info: ValidationInfo) -> Values:
         if settings and info.data.get("name") == ADAMW:
             raise ValueError(
                 "are only for optimizers of plugins, but optim.name is adamw; set optim.name to "
@@ -386,7 +385,7 @@ class Recipe(Section):
     env: dict[EnvName, str] = Field(default_factory=dict)
     """Environment variables for this recipe's workers; they replace those of the same name from the
     cluster profile and the backend."""
-    hooks: dict[PartName, dict[str, Any]] = Field(default_factory=dict)
+    hooks: dict[PartName, Values] = Field(default_factory=dict)
     """Hooks of plugins, each with its settings: `{layer_norms: {every: 10}}`."""
     plugins: ListOf[ModuleName] = ()
     """Modules that register hooks, optimizers, model families or data sources:
@@ -414,8 +413,7 @@ class Recipe(Section):
         command = self.command
         if command is None:
             return WorkerTraits(has_model=True, steps=self.train.steps)
-        saves = command.stop_signal is not None
-        return WorkerTraits(False, command.steps, command.one_per_node, saves)
+        return WorkerTraits(False, command.steps, command.one_per_node)
 
     @property
     def steps(self) -> int | None:
@@ -434,6 +432,7 @@ class Recipe(Section):
             refs.append(PluginRef("models", self.model.family, "model.family"))
         texts = [("data.corpus", share.path) for share in self.data.corpora]
         texts += [(f"eval.corpora.{name}", path) for name, path in self.eval.corpora.items()]
-        prefixes = ((path, split_prefix(reference)[0]) for path, reference in texts)
-        refs += [PluginRef("data_sources", name, path) for path, name in prefixes if name]
+        for path, reference in texts:
+            if name := split_prefix(reference)[0]:
+                refs.append(PluginRef("data_sources", name, path))
         return refs

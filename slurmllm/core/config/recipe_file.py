@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from slurmllm.core.config.directives import may_be_in_file
+from slurmllm.core.config.directives import FROM_FILE
 from slurmllm.core.config.huggingface import read_model
 from slurmllm.core.config.layers import (
     Tree,
@@ -18,8 +18,7 @@ from slurmllm.core.config.layers import (
     with_source,
 )
 from slurmllm.core.config.profiles import read_chain
-from slurmllm.core.config.variables import MASK, TUNING, is_secret
-from slurmllm.core.config.variables import may_be_in_file as may_set_variable
+from slurmllm.core.config.variables import MASK, TUNING, is_secret, may_be_in_file
 from slurmllm.core.errors import ConfigError
 
 AUTO = {"auto": True}  # the meaning of `parallel: auto`
@@ -118,7 +117,7 @@ def untrusted_fault(path: str, value: Any, source: str) -> str | None:
     """Return why a recipe's or sweep's file, which may be another user's, may not set a value."""
     section, _, name = path.rpartition(".")
     also = ""
-    if path.startswith("env.") and not may_set_variable(path[4:], value):
+    if path.startswith("env.") and not may_be_in_file(path[4:], value):
         display = MASK if is_secret(path[4:], value) else repr(value)
         reason = (
             f"{display}: a recipe's file sets only variables for tuning ({', '.join(TUNING[:7])}, "
@@ -127,7 +126,7 @@ def untrusted_fault(path: str, value: Any, source: str) -> str | None:
         also = ", or the cluster profile's env"
     elif path.startswith("slurm.notify.command") and value:
         reason = "a recipe may not set a program to run"
-    elif section.startswith("slurm.directives") and not may_be_in_file(name):
+    elif section.startswith("slurm.directives") and name not in FROM_FILE:
         reason = "a recipe may set options for resources only"
     else:
         return None

@@ -48,7 +48,7 @@ from slurmllm.core.config.validate import KEEP, OF_OUR_TRAINERS, OPEN, Origins, 
 from slurmllm.core.config.variables import MASK, hide_passwords, is_secret_at, mask
 from slurmllm.core.config.yaml_source import Values, flatten, parse_scalar, write_yaml
 from slurmllm.core.errors import ConfigError
-from slurmllm.core.format import format_plural
+from slurmllm.core.format import Texts, format_plural
 
 SMOKE_STEPS = 20  # of --smoke
 TRIAL = "--data builtin"  # origin of the corpus of a first trial
@@ -106,22 +106,26 @@ class RunConfig:
 
     def rows(self) -> list[tuple[str, Any, str]]:
         """Return (dotted path, value, source) of every value, in the models' order."""
-        values = flatten(self.values())
-        return [(path, value, self.origins.get(path, "default")) for path, value in values.items()]
+        return [
+            (path, value, self.origins.get(path, "default"))
+            for path, value in flatten(self.values()).items()
+        ]
 
     def values(self) -> Values:
         """Return the nested values, as stored in config.yaml: secrets are masked."""
         has_model = self.recipe.worker.has_model
-        unused = {"command"} if has_model else {*REFUSED, *OF_OUR_TRAINERS}
-        recipe = self.recipe.model_dump(mode="json", exclude=unused)
+        recipe = self.recipe.model_dump(
+            mode="json", exclude={"command"} if has_model else {*REFUSED, *OF_OUR_TRAINERS}
+        )
         # Not its default, which would be set for whoever reads it: a trainer's files are kept.
         if not has_model and self.is_set(KEEP):
             recipe["checkpoint"] = {"keep": self.recipe.checkpoint.keep}
-        mirrors = self.cluster.data_mirrors.items()
         cluster = {
             **self.cluster.model_dump(mode="json"),
             "env": mask(self.cluster.env),
-            "data_mirrors": {begin: hide_passwords(url) for begin, url in mirrors},
+            "data_mirrors": {
+                begin: hide_passwords(url) for begin, url in self.cluster.data_mirrors.items()
+            },
         }
         return {**recipe, "env": mask(self.recipe.env), "cluster": cluster}
 
@@ -142,8 +146,9 @@ class RunConfig:
             if value == MASK
         ]
         if missing:
-            count = format_plural(len(missing), "secret")
-            raise ConfigError(f"{self.recipe.name}: {count} missing", missing)
+            raise ConfigError(
+                f"{self.recipe.name}: {format_plural(len(missing), 'secret')} missing", missing
+            )
         return {path.rpartition(".")[2]: value for path, value in secrets.items()}
 
     def variable(self, name: str) -> str | None:
@@ -168,7 +173,7 @@ class RunConfig:
         if not self.recipe.worker.has_model:
             return []
         degrees = (f"parallel.{name}" for name in ParallelConfig.model_fields if name != "auto")
-        paths: tuple[str, ...] = ()
+        paths: Texts = ()
         if self.recipe.parallel.auto:
             paths = (*degrees, *OPEN)
         elif self.recipe.train.micro_batch == "auto":
@@ -183,14 +188,14 @@ class RunConfig:
         Args:
             origins: Their sources; those of other values are kept.
         """
-        changed = getattr(self.recipe, section).model_copy(update=values)
-        recipe = self.recipe.model_copy(update={section: changed})
+        recipe = self.recipe.model_copy(
+            update={section: getattr(self.recipe, section).model_copy(update=values)}
+        )
         return replace(self, recipe=recipe, origins={**self.origins, **(origins or {})})
 
     def to_yaml(self) -> str:
-        origin = {path: source for path, _, source in self.rows()}
         return "# Resolved by slurmllm; `origin` names each value's source.\n" + write_yaml(
-            {**self.values(), "origin": origin}
+            {**self.values(), "origin": {path: source for path, _, source in self.rows()}}
         )
 
 
@@ -298,8 +303,7 @@ def change(
     faults: list[str] = []
     _override(tree, overrides, faults)
     _assign_options(tree, options, faults)
-    title = f"run of {config.recipe.name}"
-    return RunConfig(*validate(plain(tree), sources(tree), faults, title))
+    return RunConfig(*validate(plain(tree), sources(tree), faults, f"run of {config.recipe.name}"))
 
 
 def changed_settings(before: RunConfig, after: RunConfig) -> dict[str, tuple[Any, Any]]:
@@ -337,11 +341,9 @@ def _override(tree: Tree, overrides: Iterable[str], faults: list[str]) -> None:
     # `parallel=auto` clears the section, so it comes before any degree that is set with it.
     settings.sort(key=lambda setting: setting[:2] != ("parallel", "auto"))
     for dotted, value, source in settings:
-        if (dotted, value) != ("parallel", "auto"):
-            _assign(tree, dotted, value, source, faults)
-            continue
-        _assign(tree, dotted, AUTO, source, faults)
-        for path in OPEN:  # a layout's are the planner's now
+        is_auto = (dotted, value) == ("parallel", "auto")
+        _assign(tree, dotted, AUTO if is_auto else value, source, faults)
+        for path in OPEN if is_auto else ():  # a layout's are the planner's now
             section, _, name = path.partition(".")
             leaf = as_section(tree.get(section)).get(name)
             if isinstance(leaf, Value) and leaf.source.startswith(LAYOUT):
@@ -377,15 +379,16 @@ def shorten(config: RunConfig, steps: int | None = None) -> RunConfig:
             command.
     """
     option = "--smoke" if steps is None else f"--steps {steps}"
-    fix = "shorten it by its own arguments, and say so in command.steps"
-    config.recipe.require_training(option, fix)
+    config.recipe.require_training(
+        option, "shorten it by its own arguments, and say so in command.steps"
+    )
     if config.origins.get("train.steps", "").startswith("--set"):
         raise ConfigError(
             f"{option} and --set train.steps exclude each other; leave out train.steps"
         )
     steps = steps or SMOKE_STEPS
     recipe = config.recipe
-    optim = config.recipe.optim
+    optim = recipe.optim
 
     def scaled(step: int, minimum: int = 1) -> int:
         return max(minimum, round(step * steps / recipe.train.steps))
@@ -395,8 +398,9 @@ def shorten(config: RunConfig, steps: int | None = None) -> RunConfig:
     for section in ("checkpoint", "eval"):
         interval = getattr(recipe, section).every_steps
         if interval is not None:
-            rarer = every if interval == "auto" else min(interval, max(scaled(interval), every))
-            values[f"{section}.every_steps"] = rarer
+            values[f"{section}.every_steps"] = (
+                every if interval == "auto" else min(interval, max(scaled(interval), every))
+            )
     end = steps
     if optim.decay_steps is not None:
         values["optim.decay_steps"] = end = scaled(optim.decay_steps)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
@@ -16,23 +15,17 @@ from slurmllm.core.config.data_sources import known_address
 from slurmllm.core.config.families import CHOSEN, FAMILIES, gate_block
 from slurmllm.core.config.recipe import num_warmup_steps
 from slurmllm.core.config.variables import has_password
+from slurmllm.core.format import Texts
 
-
-@dataclass(frozen=True)
-class Rule:
-    """One condition: `check` takes the values of `paths`, in order, and returns a fault or None."""
-
-    paths: tuple[str, ...]
-    check: Callable[..., str | None]
-
-
+# Dotted paths, and a check of their values, in order, that returns a fault or an empty text.
+Rule = tuple[Texts, Callable[..., str]]
 RULES: list[Rule] = []  # in the order in which faults are reported
-Check = TypeVar("Check", bound=Callable[..., str | None])
+Check = TypeVar("Check", bound=Callable[..., str])
 
 
 def _rule(*paths: str) -> Callable[[Check], Check]:
     def register(check: Check) -> Check:
-        RULES.append(Rule(paths, check))
+        RULES.append((paths, check))
         return check
 
     return register
@@ -40,7 +33,7 @@ def _rule(*paths: str) -> Callable[[Check], Check]:
 
 def _require(*paths: str, holds: Callable[..., bool], fault: str) -> None:
     """Add a rule whose fault has the values in the order of the paths."""
-    RULES.append(Rule(paths, lambda *values: None if holds(*values) else fault.format(*values)))
+    RULES.append((paths, lambda *values: "" if holds(*values) else fault.format(*values)))
 
 
 def divisors(number: int) -> list[int]:
@@ -63,10 +56,10 @@ def _yaml_text(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def _possible_in_family(name: str, family: str, value: Any) -> str | None:
+def _possible_in_family(name: str, family: str, value: Any) -> str:
     choices = FAMILIES[family].choices.get(name)
     if choices is None or value in choices:
-        return None
+        return ""
     return (
         f"model.{name}: {_yaml_text(value)} does not go with model.family {family}; "
         f"set {_alternatives(choices)}, or leave it out"
@@ -74,23 +67,21 @@ def _possible_in_family(name: str, family: str, value: Any) -> str | None:
 
 
 for _name in sorted(CHOSEN):
-    RULES.append(Rule(("model.family", f"model.{_name}"), partial(_possible_in_family, _name)))
+    RULES.append((("model.family", f"model.{_name}"), partial(_possible_in_family, _name)))
 
 
 @_rule("model.num_heads", "model.hidden_size", "model.head_dim")
-def heads_divide_hidden(heads: int, hidden: int, head_dim: int | None) -> str | None:
+def heads_divide_hidden(heads: int, hidden: int, head_dim: int | None) -> str:
     if head_dim is not None or hidden % heads == 0:
-        return None
+        return ""
     near = [d for d in divisors(hidden) if heads / 4 <= d <= heads * 4] or divisors(hidden)
     return f"model.num_heads: {heads} does not divide model.hidden_size {hidden}; {choose(near)}"
 
 
 @_rule("model.num_heads", "model.hidden_size", "model.head_dim", "model.rotary_pct")
-def rotary_dimensions_are_pairs(
-    heads: int, hidden: int, head_dim: int | None, pct: float
-) -> str | None:
+def rotary_dimensions_are_pairs(heads: int, hidden: int, head_dim: int | None, pct: float) -> str:
     if head_dim is None and hidden % heads:
-        return None  # a fault of its own
+        return ""  # a fault of its own
     width = head_dim or hidden // heads
     rotary = int(width * pct)
     if pct and width % 2 and head_dim is not None:
@@ -104,7 +95,7 @@ def rotary_dimensions_are_pairs(
             "but rotary positions need pairs; choose an even head width"
         )
     if rotary % 2 == 0:
-        return None
+        return ""
     return (
         f"model.rotary_pct: {pct} of a head of {width} rotates {rotary} dimensions, "
         f"an odd number; choose {math.ceil((rotary + 1) / width * 1e4) / 1e4:g}"
@@ -112,9 +103,9 @@ def rotary_dimensions_are_pairs(
 
 
 @_rule("model.family", "model.head_dim", "model.num_heads", "model.hidden_size")
-def family_has_head_dim(family: str, head_dim: int | None, heads: int, hidden: int) -> str | None:
+def family_has_head_dim(family: str, head_dim: int | None, heads: int, hidden: int) -> str:
     if head_dim is None or "head_dim" in FAMILIES[family].optional or head_dim * heads == hidden:
-        return None
+        return ""
     return (
         f"model.head_dim: {head_dim} times {heads} heads is not model.hidden_size {hidden}, as "
         f"model.family {family} needs; leave it out, or choose {_with_option('head_dim')}"
@@ -122,9 +113,9 @@ def family_has_head_dim(family: str, head_dim: int | None, heads: int, hidden: i
 
 
 @_rule("model.family", "model.rope_scaling.factor")
-def family_has_rope_scaling(family: str, factor: float) -> str | None:
+def family_has_rope_scaling(family: str, factor: float) -> str:
     if "rope_scaling" in FAMILIES[family].optional:
-        return None
+        return ""
     return (
         f"model.rope_scaling: model.family {family} has no scaled positions; leave it out, or "
         f"choose {_with_option('rope_scaling')}"
@@ -145,20 +136,18 @@ _require(
 )
 
 
-@_rule("model.family", "model.num_kv_heads", "model.num_heads")
-def family_has_kv_groups(family: str, kv_heads: int | None, heads: int) -> str | None:
-    if (
+_require(
+    "model.family",
+    "model.num_kv_heads",
+    "model.num_heads",
+    holds=lambda family, kv_heads, heads: (
         "num_kv_heads" in FAMILIES[family].optional
         or kv_heads in (None, heads)
-        or heads % (kv_heads or 1)
-    ):
-        return None
-    return (
-        f"model.num_kv_heads: {kv_heads}: model.family {family} has as many key and value heads "
-        f"as attention heads; set {heads} or leave it out"
-    )
-
-
+        or heads % kv_heads != 0
+    ),
+    fault="model.num_kv_heads: {1}: model.family {0} has as many key and value heads as attention "
+    "heads; set {2} or leave it out",
+)
 _require(
     "model.output_init_std",
     "model.scaled_init",
@@ -168,9 +157,9 @@ _require(
 )
 
 
-def _divides(path: str, noun: str, number: int | str | None, whole: int) -> str | None:
+def _divides(path: str, noun: str, number: int | str | None, whole: int) -> str:
     if not isinstance(number, int) or whole % number == 0:  # auto is measured later
-        return None
+        return ""
     return f"{path}: {number} does not divide {noun.format(whole)}; {choose(divisors(whole))}"
 
 
@@ -180,15 +169,15 @@ for _path, _whole, _noun in (
     ("parallel.pipeline", "model.num_layers", "{} layers"),
     ("train.micro_batch", "train.global_batch", "train.global_batch {}"),
 ):
-    RULES.append(Rule((_path, _whole), partial(_divides, _path, _noun)))
+    RULES.append(((_path, _whole), partial(_divides, _path, _noun)))
 
 
 @_rule("parallel.tensor", "model.num_kv_heads", "model.num_heads")
-def tensor_fits_kv_heads(tensor: int, kv_heads: int | None, heads: int) -> str | None:
+def tensor_fits_kv_heads(tensor: int, kv_heads: int | None, heads: int) -> str:
     if kv_heads is None or heads % kv_heads or heads % tensor:
-        return None
+        return ""
     if kv_heads % tensor == 0 or tensor % kv_heads == 0:
-        return None
+        return ""
     fitting = [d for d in divisors(heads) if kv_heads % d == 0 or d % kv_heads == 0]
     return (
         f"parallel.tensor: {tensor} neither divides model.num_kv_heads {kv_heads} nor is a "
@@ -197,10 +186,10 @@ def tensor_fits_kv_heads(tensor: int, kv_heads: int | None, heads: int) -> str |
 
 
 @_rule("parallel.tensor", "model.ffn_hidden_size", "model.family", "model.num_heads")
-def tensor_divides_ffn(tensor: int, ffn: int, family: str, heads: int) -> str | None:
+def tensor_divides_ffn(tensor: int, ffn: int, family: str, heads: int) -> str:
     block = gate_block(ffn) if FAMILIES[family].gated else 1
     if ffn // block % tensor == 0:
-        return None
+        return ""
     blocks = f"the {ffn // block} blocks of {block} gates of " if block > 1 else ""
     return (
         f"parallel.tensor: {tensor} does not divide {blocks}model.ffn_hidden_size {ffn}; "
@@ -209,10 +198,10 @@ def tensor_divides_ffn(tensor: int, ffn: int, family: str, heads: int) -> str | 
 
 
 @_rule("parallel.tensor", "model.vocab_size", "model.vocab_pad_multiple")
-def tensor_divides_vocab(tensor: int, vocab: int, multiple: int) -> str | None:
+def tensor_divides_vocab(tensor: int, vocab: int, multiple: int) -> str:
     padded = (vocab + multiple - 1) // multiple * multiple
     if padded % tensor == 0:
-        return None
+        return ""
     return (
         f"parallel.tensor: {tensor} does not divide the padded vocabulary {padded}; "
         f"set model.vocab_pad_multiple to a multiple of {tensor}"
@@ -220,9 +209,9 @@ def tensor_divides_vocab(tensor: int, vocab: int, multiple: int) -> str | None:
 
 
 @_rule("parallel.tensor", "model.seq_len", "model.family")
-def tensor_divides_positions(tensor: int, seq_len: int, family: str) -> str | None:
+def tensor_divides_positions(tensor: int, seq_len: int, family: str) -> str:
     if FAMILIES[family].positions != "learned" or seq_len % tensor == 0:
-        return None
+        return ""
     return (
         f"parallel.tensor: {tensor} does not divide model.seq_len {seq_len}, the rows of the "
         f"table of positions; {choose([d for d in divisors(seq_len) if d <= 2 * tensor])}"
@@ -230,16 +219,16 @@ def tensor_divides_positions(tensor: int, seq_len: int, family: str) -> str | No
 
 
 @_rule("parallel.pipeline", "parallel.virtual_pipeline", "model.num_layers")
-def virtual_stages_divide_layers(pipeline: int, virtual: int, layers: int) -> str | None:
+def virtual_stages_divide_layers(pipeline: int, virtual: int, layers: int) -> str:
     if virtual == 1 or layers % pipeline:
-        return None
+        return ""
     if pipeline == 1:
         return (
             f"parallel.virtual_pipeline: {virtual} chunks a stage need more stages than one; set "
             "parallel.pipeline, or leave it out"
         )
     if layers % (pipeline * virtual) == 0:
-        return None
+        return ""
     return (
         f"parallel.virtual_pipeline: {virtual} does not divide the {layers // pipeline} layers of "
         f"each of {pipeline} pipeline stages; {choose(divisors(layers // pipeline))}"
@@ -279,17 +268,19 @@ _require(
 @_rule("optim.warmup_steps", "optim.warmup_ratio", "optim.decay_steps", "train.steps")
 def warmup_before_decay_ends(
     warmup: int, ratio: float | None, decay_steps: int | None, steps: int
-) -> str | None:
+) -> str:
     end = decay_steps or steps
     warmup = num_warmup_steps(warmup, ratio, steps)
     if warmup < end:
-        return None
+        return ""
     rule = f"not less than {end}, the step at which the schedule ends; choose less than"
     if ratio is None:
         shorter = "; `submit --steps N` scales the schedule" if decay_steps is None else ""
         return f"optim.warmup_steps: {warmup} is {rule} {end}{shorter}"
-    share = f"optim.warmup_ratio: {ratio:g} of train.steps {steps}"
-    return f"{share} is {warmup} steps of warm-up, {rule} {end / steps:g}"
+    return (
+        f"optim.warmup_ratio: {ratio:g} of train.steps {steps} is {warmup} steps of warm-up, "
+        f"{rule} {end / steps:g}"
+    )
 
 
 @_rule(
@@ -307,9 +298,9 @@ def decay_starts_in_between(
     warmup: int,
     ratio: float | None,
     steps: int,
-) -> str | None:
+) -> str:
     if start is None:
-        return None
+        return ""
     warmup = num_warmup_steps(warmup, ratio, steps)
     if decay == "constant":
         reason = (
@@ -329,7 +320,7 @@ def decay_starts_in_between(
             "optim.decay_steps=null to end it at train.steps"
         )
     else:
-        return None
+        return ""
     return f"optim.decay_start: {start}: {reason}"
 
 
@@ -337,9 +328,9 @@ MOST_PROFILED = 100  # steps; a trace has some MB for each
 
 
 @_rule("profile.steps", "train.steps")
-def profiled_steps_are_trained(profiled: tuple[int, int] | None, steps: int) -> str | None:
+def profiled_steps_are_trained(profiled: tuple[int, int] | None, steps: int) -> str:
     if profiled is None:
-        return None
+        return ""
     first, last = profiled
     if first > last:
         return f"profile.steps: the first step {first} is after the last, {last}; swap them"
@@ -353,7 +344,7 @@ def profiled_steps_are_trained(profiled: tuple[int, int] | None, steps: int) -> 
             f"profile.steps: {list(profiled)} are {last - first + 1} steps, and traces grow with "
             f"each; choose {MOST_PROFILED} or fewer, such as [{first}, {first + 2}]"
         )
-    return None
+    return ""
 
 
 def minutes_of(time: str) -> float:
@@ -371,12 +362,12 @@ def minutes_of(time: str) -> float:
 
 
 @_rule("slurm.signal_lead_s", "slurm.time")
-def lead_fits_time(lead_s: int, time: str | int) -> str | None:
+def lead_fits_time(lead_s: int, time: str | int) -> str:
     limit_s = minutes_of(str(time)) * 60
     if limit_s == 0:
         return f"slurm.time: {time} allows no time; write for instance 8:00:00"
     if lead_s < limit_s:
-        return None
+        return ""
     return (
         f"slurm.signal_lead_s: {lead_s} s is not less than the time limit {time} "
         f"({limit_s:.0f} s); choose a smaller lead or a longer slurm.time"
@@ -384,9 +375,9 @@ def lead_fits_time(lead_s: int, time: str | int) -> str | None:
 
 
 @_rule("checkpoint.replica")
-def replica_can_be_opened(location: str | None) -> str | None:
+def replica_can_be_opened(location: str | None) -> str:
     if location is None or has_password(location):
-        return None
+        return ""
     from fsspec.registry import get_filesystem_class
 
     try:
@@ -394,7 +385,7 @@ def replica_can_be_opened(location: str | None) -> str | None:
         get_filesystem_class(protocol if separator else "file")
     except (ImportError, ValueError) as error:
         return f"checkpoint.replica: {location} cannot be opened here: {error}"
-    return None
+    return ""
 
 
 def broken_rules(values: Mapping[str, Any]) -> Iterator[str]:
@@ -403,11 +394,9 @@ def broken_rules(values: Mapping[str, Any]) -> Iterator[str]:
     Args:
         values: Dotted path → value, of the fields that are valid in themselves.
     """
-    for rule in RULES:
-        if all(path in values for path in rule.paths):
-            fault = rule.check(*(values[path] for path in rule.paths))
-            if fault is not None:
-                yield fault
+    for paths, check in RULES:
+        if all(path in values for path in paths) and (fault := check(*map(values.get, paths))):
+            yield fault
 
 
 # Skipped if corpora are named: a mapping has a value of its own only if it is empty.

@@ -30,6 +30,7 @@ _ANNOTATIONS = ("title", "default", "description")
 
 Kind = Literal["recipe", "cluster"]
 Schema = dict[str, Any]
+Docstrings = dict[str, dict[str, str]]  # class → field → docstring
 
 # Section → its fields that people change.
 _FIELDS = {
@@ -106,18 +107,18 @@ def recipe_schema() -> Schema:
     # What `resolve` takes in place of sections and settings.
     fields["model"] = {"anyOf": [{"type": "string"}, fields["model"]]}
     fields["parallel"] = {"anyOf": [{"const": "auto"}, fields["parallel"]]}
-    layout = schema["$defs"]["Layout"]["properties"]
+    sections = schema["$defs"]
+    layout = sections["Layout"]["properties"]
     layout["parallel"] = {**layout["parallel"], **fields["parallel"]}
     layout["parallel"].pop("$ref", None)
-    degrees = schema["$defs"]["ParallelConfig"]["properties"]
-    for name, degree in degrees.items():
+    for name, degree in sections["ParallelConfig"]["properties"].items():
         if name != "auto":
             kind = {key: degree.pop(key) for key in [*degree] if key not in _ANNOTATIONS}
             degree["anyOf"] = [{"const": "auto"}, kind]
-    train = schema["$defs"]["TrainConfig"]["properties"]
+    train = sections["TrainConfig"]["properties"]
     for path in OPEN:  # null leaves them to the planner
         train[path.removeprefix("train.")]["anyOf"].append({"type": "null"})
-    model = schema["$defs"]["ModelConfig"]
+    model = sections["ModelConfig"]
     model["required"] = [name for name in model["required"] if name not in CHOSEN]
     return schema
 
@@ -137,9 +138,9 @@ def _schema(model: type[Section]) -> Schema:
     return schema
 
 
-def field_docstrings() -> dict[str, dict[str, str]]:
+def field_docstrings() -> Docstrings:
     """Return class → field → docstring of the sections of recipes and profiles."""
-    docs: dict[str, dict[str, str]] = {}
+    docs: Docstrings = {}
     for module in {section.__module__ for section in Section.__subclasses__()}:
         tree = ast.parse(inspect.getsource(sys.modules[module]))
         for section in (node for node in tree.body if isinstance(node, ast.ClassDef)):
@@ -172,21 +173,19 @@ def write_recipe(path: Path, base: str, *, force: bool = False) -> RunConfig:
     if path.exists() and not force:
         raise ConfigError(f"--recipe {path}: exists; name another file, or replace it with --force")
     is_shipped = recipes_dir().parent in file.parents
-    extended = base if is_shipped else os.path.relpath(file, path.parent)
-    content = _recipe_text(config, path, extended)
+    content = _recipe_text(config, path, base if is_shipped else os.path.relpath(file, path.parent))
     write_bytes(path, content.encode(), f"cannot write {path}", "name another file with --recipe")
     return config
 
 
 def _recipe_text(config: RunConfig, path: Path, extended: str) -> str:
-    """Return the text of the file `path`, which extends the recipe of `config`."""
     docs = field_docstrings()
     values = flatten(config.values())
     lines = [
         f"# What is not set here is as in {extended}. `#field: value` is an example: remove its #.",
         f"# All values: slurmllm recipes {path.name} --explain",
         _field("extends", extended),
-        _field("name", name_of(path, "recipe")),
+        _field("name", name_of(path.stem, "recipe")),
         _field("description", f"From {extended}"),
     ]
     has_model = config.recipe.worker.has_model

@@ -1,19 +1,24 @@
-"""What the trackers of a run need on this machine: their packages, a server, a key."""
+"""What trackers and Prometheus need on this machine: packages, a server, a key, a token."""
 
 from __future__ import annotations
 
 import importlib.util
 import netrc
 import os
+import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
 from urllib.parse import urlsplit
 
 from slurmllm.core.config.recipe import TrackerName
 from slurmllm.core.config.resolve import RunConfig
+from slurmllm.core.errors import ConfigError
+from slurmllm.core.run.safe_files import open_regular, os_error_text
 
 PACKAGES: Mapping[TrackerName, str] = {"wandb": "wandb", "mlflow": "mlflow"}
 _SAAS = "https://api.wandb.ai"
+_LONGEST = 4096  # characters of a token
 
 
 def tracking_uri(config: RunConfig) -> str | None:
@@ -57,3 +62,30 @@ def _has_wandb_key(config: RunConfig) -> bool:
             if host in hosts or any(login == "user" for login, _, _ in hosts.values()):
                 return True
     return False
+
+
+def read_token(config: RunConfig) -> str | None:
+    """Return the token that requests must have; None if the profile names no file.
+
+    Raises:
+        ConfigError: The file is missing, readable by others, or has no token.
+    """
+    name = config.cluster.metrics.token_file
+    if name is None:
+        return None
+    fault = "it has no token (16 characters or more, without blanks)"
+    try:
+        with open_regular(Path(name)) as stream:
+            token = stream.read(_LONGEST).decode("ascii", "replace").strip()
+            info = os.fstat(stream.fileno())
+            if info.st_uid not in (0, os.geteuid()) or info.st_mode & 0o077:
+                fault = f"others may read or write it; `chmod 600 {name}`"
+            elif re.fullmatch(r"[!-~]{16,}", token):
+                return token
+    except OSError as error:
+        fault = f"it cannot be read: {os_error_text(error)}"
+    fault = (
+        f"cluster.metrics.token_file: {name}: {fault}; `(umask 077; openssl rand -hex 32 > "
+        f"{name})` creates one"
+    )
+    raise ConfigError("/metrics is not served", [fault])

@@ -27,7 +27,7 @@ OPEN = ("train.micro_batch", "train.activation_checkpointing")
 OF_OUR_TRAINERS = ("backend", "checkpoint")
 KEEP = "checkpoint.keep"
 M = TypeVar("M", bound=BaseModel)
-Origins = Mapping[str, str]  # dotted path → source of the value
+Origins = dict[str, str]  # dotted path → source of the value
 
 
 def is_set(path: str, origins: Origins) -> bool:
@@ -43,7 +43,7 @@ def validate(
     title: str,
     *,
     trusted: bool = True,
-) -> tuple[Recipe, Cluster, dict[str, str]]:
+) -> tuple[Recipe, Cluster, Origins]:
     """Validate the sections of a recipe, with the cluster profile under `cluster`.
 
     Args:
@@ -67,8 +67,8 @@ def validate(
     cluster, _ = _build(Cluster, tree.get("cluster", {}), "cluster.", faults, origins)
     leaves = flatten(recipe_tree)
     filled = {path.rpartition(".")[0] for path in leaves}  # mappings that are not empty
-    defaults = {path: value for path, value in _defaults(Recipe).items() if path not in filled}
-    values = {**defaults, **leaves}
+    values = {path: value for path, value in _defaults(Recipe).items() if path not in filled}
+    values |= leaves
     if values.get("parallel.auto") is True and not is_set("parallel.pipeline", origins):
         # The planner will choose it: the rules on layers must not judge the default.
         values.pop("parallel.pipeline", None)
@@ -76,7 +76,7 @@ def validate(
     valid = {
         path: value
         for path, value in values.items()
-        if not any(path == fault or path.startswith(f"{fault}.") for fault in bad)
+        if not f"{path}.".startswith(tuple(f"{fault}." for fault in bad))
     }
     faults += broken_rules(valid)
     hidden = ("env.", "cluster.env.", "cluster.data_mirrors")  # kept apart, or not stored
@@ -90,7 +90,7 @@ def validate(
     return recipe, cluster, origins
 
 
-def _add_family(recipe_tree: Values, origins: dict[str, str], trusted: bool) -> list[str]:
+def _add_family(recipe_tree: Values, origins: Origins, trusted: bool) -> list[str]:
     """Add what the model's family sets; return the fault of a family that is not there."""
     model: Any = recipe_tree["model"]
     family = model.get("family")
@@ -146,7 +146,7 @@ def _keep_fault(command: Any, origins: Origins) -> str | None:
     )
 
 
-def _open_auto_settings(recipe_tree: Values, origins: dict[str, str]) -> None:
+def _open_auto_settings(recipe_tree: Values, origins: Origins) -> None:
     """Leave degrees that are `auto` (by `parallel.auto`) and null settings to the planner."""
     train = recipe_tree.get("train")
     if isinstance(train, Mapping):
@@ -206,13 +206,17 @@ def _describe(
             info = model.model_fields.get(section)
             model = (info and _section_type(info.annotation)) or model
         names = list(model.model_fields)
-        guess = did_you_mean(name, names)
-        return f"{dotted}: unknown field{origin}; {guess}known here: {', '.join(names)}"
-    if item["type"] == "missing" and isinstance(item["loc"][-1], int):
-        return f"{dotted}: {list(item['input'])}{origin}: an element is missing"
-    if item["type"] == "missing" and dotted == "command.run":
-        return "command.run: missing; set it in the recipe, or write the command line after `--`"
+        return (
+            f"{dotted}: unknown field{origin}; {did_you_mean(name, names)}known here: "
+            f"{', '.join(names)}"
+        )
     if item["type"] == "missing":
+        if isinstance(item["loc"][-1], int):
+            return f"{dotted}: {list(item['input'])}{origin}: an element is missing"
+        if dotted == "command.run":
+            return (
+                "command.run: missing; set it in the recipe, or write the command line after `--`"
+            )
         file = "profile" if dotted.startswith("cluster.") else "recipe"
         return f"{dotted}: missing; it has no default, so the {file} must set it"
     rule = (

@@ -79,7 +79,6 @@ def is_secret(name: str, value: object = "") -> bool:
 
 
 def has_password(value: object) -> bool:
-    """Whether a value has an address with a password."""
     return _URL_WITH_PASSWORD.search(str(value)) is not None
 
 

@@ -31,6 +31,7 @@ _MAX_BRACKETS = 1000
 # Of a file of settings: a recipe has 2 KB, a run's config.yaml 10 KB. PyYAML reads 60 KB/s.
 LARGEST_YAML = 1 << 17
 _DEEPEST = 100
+LineNumbers = dict[str, int]  # by dotted path
 _MOST_NODES = 100_000  # with every alias written out: nine levels of nine aliases have 10^9
 
 
@@ -58,16 +59,13 @@ _Loader.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+0123456
 _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:int", re.compile(r"^[-+]?\d[\d_]*$"), list("-+0123456789")
 )
-_FastLoader: type[_Loader | yaml.CSafeLoader] = _Loader
+
+
 # PyYAML may be built without libyaml.
-if yaml.__with_libyaml__:
+class _FastLoader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
+    """The same with libyaml, several times as fast."""
 
-    class _LibyamlLoader(yaml.CSafeLoader):
-        """The same with libyaml, several times as fast."""
-
-        yaml_implicit_resolvers = _Loader.yaml_implicit_resolvers
-
-    _FastLoader = _LibyamlLoader
+    yaml_implicit_resolvers = _Loader.yaml_implicit_resolvers
 
 
 class _Dumper(yaml.SafeDumper):
@@ -112,7 +110,7 @@ def read_yaml(
         ) from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"cannot read {path}: {error}; it must be UTF-8 text") from error
-    lines: dict[str, int] = {}
+    lines: LineNumbers = {}
     faults: list[str] = []
     try:
         values = parse_yaml(content, lines, faults)
@@ -137,7 +135,7 @@ def _without_text(error: yaml.YAMLError) -> str:
 
 
 def parse_yaml(
-    content: str, lines: dict[str, int] | None = None, faults: list[str] | None = None
+    content: str, lines: LineNumbers | None = None, faults: list[str] | None = None
 ) -> Any:
     """Return the value of a document.
 
@@ -152,9 +150,8 @@ def parse_yaml(
     lines = {} if lines is None else lines
     faults = [] if faults is None else faults
     brackets = content.count("[") + content.count("{")
-    loader = _FastLoader
-    if brackets > _MAX_BRACKETS or _DEEP.search(content):
-        loader = _Loader
+    is_deep = brackets > _MAX_BRACKETS or _DEEP.search(content)
+    loader = _Loader if is_deep else _FastLoader
     node = yaml.compose(content, loader)
     if node is None:
         return None
@@ -196,7 +193,7 @@ def _measure(node: yaml.Node, measured_nodes: dict[int, tuple[int, int]]) -> tup
 
 
 def _walk(
-    node: yaml.MappingNode, prefix: str, lines: dict[str, int], faults: list[str], constructor: Any
+    node: yaml.MappingNode, prefix: str, lines: LineNumbers, faults: list[str], constructor: Any
 ) -> None:
     seen = set()
     for key, _ in node.value:

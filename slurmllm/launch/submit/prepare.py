@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from slurmllm.core.config.load import save
 from slurmllm.core.config.profiles import shipped_dir
 from slurmllm.core.config.resolve import RunConfig, Settings
-from slurmllm.core.config.token_file import read_token
+from slurmllm.core.config.trackers import missing_for_trackers, read_token
 from slurmllm.core.errors import ConfigError, StorageError, UserError
 from slurmllm.core.format import Json
 from slurmllm.core.run.artifact_records import GraphManifest
@@ -501,8 +501,6 @@ def site_faults(config: RunConfig, local: bool) -> list[str]:
             "name an executable file with its folder"
         )
     if config.recipe.trackers and config.cluster.trackers.network:
-        from slurmllm.core.config.trackers import missing_for_trackers
-
         faults += missing_for_trackers(config, config.recipe.trackers)
     suite = config.recipe.evaluate and config.recipe.evaluate.suite
     file = f"{suite}{'' if '/' in str(suite) else '.yaml'}"

@@ -14,27 +14,16 @@ from typing import Annotated
 from pydantic import AfterValidator
 
 from slurmllm.core import plugins
-from slurmllm.core.config.families.family import CHOSEN, Activation, Family, Sharding, gate_block
+from slurmllm.core.config.families.family import CHOSEN as CHOSEN
+from slurmllm.core.config.families.family import Activation as Activation
+from slurmllm.core.config.families.family import Family as Family
+from slurmllm.core.config.families.family import Sharding as Sharding
+from slurmllm.core.config.families.family import gate_block as gate_block
 from slurmllm.core.config.families.gpt3 import GPT3
 from slurmllm.core.config.families.llama import LLAMA
 from slurmllm.core.config.families.neox import NEOX
 from slurmllm.core.config.families.qwen3 import QWEN3
 from slurmllm.core.errors import ConfigError
-
-__all__ = [
-    "BUILT_IN",
-    "CHOSEN",
-    "FAMILIES",
-    "Activation",
-    "Family",
-    "FamilyName",
-    "Sharding",
-    "ShardingPlan",
-    "find_family",
-    "gate_block",
-    "register",
-    "sharding_plan",
-]
 
 FAMILIES: dict[str, Family] = {}
 
@@ -71,8 +60,9 @@ def find_family(name: str, modules: Sequence[str] = ()) -> Family | None:
             return None
     family = plugins.find("models", name, "model.family")
     if not isinstance(family, Family) or family.name != name:
-        fault = f"{name!r} is {family!r}, and must be a Family of this name"
-        raise ConfigError(f"model.family: {fault}")
+        raise ConfigError(
+            f"model.family: {name!r} is {family!r}, and must be a Family of this name"
+        )
     try:
         register(family)
     except ValueError as error:
@@ -132,5 +122,4 @@ def sharding_plan(family: str, tied_embeddings: bool, qk_norm: bool) -> Sharding
         outside["positions"] = "vocabulary"
     if not tied_embeddings:
         outside["head"] = "vocabulary"
-    block = {name: how for name, how in _BLOCK.items() if name not in absent}
-    return ShardingPlan(block, outside)
+    return ShardingPlan({name: how for name, how in _BLOCK.items() if name not in absent}, outside)

@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
+from slurmllm.core.format import Texts, Values
+
 Activation = Literal["gelu", "gelu_tanh", "silu"]
 # How tensor parallelism shares a module's weight, [out, in] or [entries, width]:
 #   vocabulary  by rows, a row being an entry of an embedding or of the head
@@ -30,6 +32,8 @@ Sharding = Literal["vocabulary", "column", "row", "sequence", "head"]
 #   conv1d_qkv   GPT-2's [in, out] with queries, keys and values one after the other
 Layout = Literal["same", "qkv", "neox_qkv", "gate_up", "conv1d", "conv1d_qkv"]
 
+# Key of config.json, and its default in transformers' configuration class
+ForeignKey = tuple[str, Any]
 # Default of a key that every config.json must have.
 REQUIRED = object()
 
@@ -38,7 +42,7 @@ class ModuleMapping(NamedTuple):
     """One of our modules and those of transformers; `{}` is the layer's number."""
 
     ours: str
-    theirs: tuple[str, ...]
+    theirs: Texts
     layout: Layout = "same"
 
 
@@ -70,15 +74,15 @@ class HuggingFaceModel:
     model_type: str
     causal: str  # the class with a head
     base: str  # the class without a head; its weights are complete if the head is tied
-    keys: Mapping[str, tuple[str, Any]]
+    keys: Mapping[str, ForeignKey]
     modules: tuple[ModuleMapping, ...]  # one row per module of ours
     prefix: str
-    fixed: Mapping[str, Any] = field(default_factory=dict)
+    fixed: Values = field(default_factory=dict)
     rotary_keys: Mapping[str, str] = field(default_factory=dict)
-    written: Mapping[str, Any] = field(default_factory=dict)
+    written: Values = field(default_factory=dict)
     renamed: tuple[tuple[str, str], ...] = ()
     buffers: str = r"(?!)"  # matches nothing
-    always_biased: tuple[str, ...] = ()
+    always_biased: Texts = ()
 
     def current_name(self, name: str) -> str | None:
         """Return the name that `modules` has, None for a buffer."""
@@ -97,7 +101,7 @@ class Family:
     positions: Literal["rotary", "learned"]
     gated: bool  # the feed-forward layer multiplies an activated gate with its up-projection
     # Fields of `ModelConfig` that a recipe of this family may leave out (all of `CHOSEN`).
-    defaults: Mapping[str, Any]
+    defaults: Values
     # Those of them that not all values are possible for, with the values: what transformers' model
     # of the family can be, so that every model can be exported.
     choices: Mapping[str, tuple[Any, ...]]
@@ -119,11 +123,11 @@ CHOSEN = (
 )
 
 # Keys of config.json: GPT-2 has names of its own, later models agree on these.
-SHARED_KEYS: dict[str, tuple[str, Any]] = {
+SHARED_KEYS: dict[str, ForeignKey] = {
     "vocab_size": ("vocab_size", REQUIRED),
     "init_std": ("initializer_range", 0.02),
 }
-LATER_KEYS: dict[str, tuple[str, Any]] = {
+LATER_KEYS: dict[str, ForeignKey] = {
     **SHARED_KEYS,
     "num_layers": ("num_hidden_layers", REQUIRED),
     "hidden_size": ("hidden_size", REQUIRED),

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from slurmllm.core.config.families.family import Family, ModuleMapping
+from slurmllm.core.config.families.family import ModuleMapping
 from slurmllm.core.config.families.llama import LLAMA
 
 _THEIRS = LLAMA.hugging_face
 
-QWEN3 = Family(
+QWEN3 = replace(
+    LLAMA,
     name="qwen3",
-    norm="rms",
-    positions="rotary",
-    gated=True,
     defaults={**LLAMA.defaults, "qk_norm": True},
     choices={**LLAMA.choices, "mlp_bias": (False,), "qk_norm": (True,)},
-    optional=LLAMA.optional,
     # transformers/models/qwen3: Llama's names and two norms more.
     hugging_face=replace(
         _THEIRS,
