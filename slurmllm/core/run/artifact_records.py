@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 
+from slurmllm.core.format import Texts
 from slurmllm.core.run.records import Lines, NodeName, NodeNames, Record, Versions
 
 _NO_NAMES = frozenset({"", ".", ".."})
@@ -22,6 +23,7 @@ def _stays_inside(path: str) -> str:
 
 
 InnerPath = Annotated[str, AfterValidator(_stays_inside)]
+Count = Annotated[int, Field(ge=0, lt=1 << 63)]
 
 
 class GraphFile(Record):
@@ -73,8 +75,8 @@ class GraphManifest(Record):
             built = self.versions.get(name, "none")
             ours = versions.get(name, "none")
             if name == "cpu_features":  # long: only those that the other has not
-                old = set(built.split())
-                new = set(ours.split())
+                old = {*built.split()}
+                new = {*ours.split()}
                 built, ours = (" ".join(sorted(s)) or "no others" for s in (old - new, new - old))
             if built != ours:
                 differences.append(f"{name} {built} in the archive, {ours} on this node")
@@ -111,7 +113,7 @@ class MicroBatchRecord(Record):
     reason: str  # why no larger one was measured
     candidates: tuple[MicroBatchCandidate, ...]  # smallest first
     limit_bytes: int  # memory that a worker may use, of the one with least
-    nodes: tuple[str, ...]  # on which it was measured
+    nodes: Texts  # on which it was measured
     device: str
     workers: int
 
@@ -157,9 +159,8 @@ class DataRecord(Record):
 
 
 def _phrase(corpora: tuple[CorpusRecord, ...]) -> str:
-    weighted = len(corpora) > 1
     return " + ".join(
-        f"{Path(c.path).name} ({c.fingerprint})" + (f" x {c.weight:g}" if weighted else "")
+        f"{Path(c.path).name} ({c.fingerprint})" + (f" x {c.weight:g}" if corpora[1:] else "")
         for c in corpora
     )
 
@@ -168,15 +169,15 @@ class CheckpointFile(Record):
     """One file of a checkpoint."""
 
     path: InnerPath  # relative, inside the checkpoint's folder
-    bytes: int = Field(ge=0, lt=1 << 63)
+    bytes: Count
     sha256: str
 
 
 class CheckpointManifest(Record):
     """`checkpoints/step_XXXXXXXX/manifest.json`, written last: it makes the checkpoint."""
 
-    step: int = Field(ge=0, lt=1 << 63)
-    tokens: int = Field(ge=0, lt=1 << 63)  # trained on so far
+    step: Count
+    tokens: Count  # trained on so far
     world_size: int = Field(ge=1, lt=1 << 31)
     attempt: int = Field(ge=0, lt=1 << 31)
     recipe: str
@@ -193,7 +194,7 @@ class ImportedModel(Record):
     architecture: str  # class of transformers
     model: dict[str, Any]  # the model section of a recipe
     parameters: int
-    dtypes: tuple[str, ...]  # of the weights, as safetensors names them
+    dtypes: Texts  # of the weights, as safetensors names them
     bos_token_id: int | None = None
     eos_token_id: int | tuple[int, ...] | None = None
 

@@ -29,6 +29,7 @@ _ENTRIES = "2000"  # torch's default since 2.7; before, nothing was recorded
 _MAX_DUMP_BYTES = 64 << 20  # 2,000 entries with their stacks are about 2 MB
 _PEERS = re.compile(r"(?:send|recv)\s+(\d+)(?:->|<-)(\d+)$")
 _MAX_ENDED = 20  # operations of each group; one with its stack takes 3 kB
+ProcessGroup = tuple[str, str]  # name and description of a process group
 
 
 class StackFrame(BaseModel):
@@ -42,7 +43,7 @@ class StackFrame(BaseModel):
 class Operation(BaseModel, extra="allow"):  # torch's analyzer needs all fields
     """A collective, or a send or receive, as one rank recorded it."""
 
-    process_group: tuple[str, str]  # name, description
+    process_group: ProcessGroup
     collective_seq_id: int
     p2p_seq_id: int = 0
     is_p2p: bool = False
@@ -54,8 +55,9 @@ class Operation(BaseModel, extra="allow"):  # torch's analyzer needs all fields
     @property
     def finished(self) -> bool:
         """Whether it has ended. gloo records no state; NCCL also retires what has timed out."""
-        is_gloo = self.profiling_name.startswith("gloo:")
-        return self.state == "completed" or (is_gloo and self.retired)
+        return self.state == "completed" or (
+            self.profiling_name.startswith("gloo:") and self.retired
+        )
 
     @property
     def peers(self) -> frozenset[int]:
@@ -89,11 +91,11 @@ class Recording(Record):
     from_start: bool = False  # whether no entry was overwritten
 
     @property
-    def last_numbers(self) -> dict[tuple[str, str], int]:
+    def last_numbers(self) -> dict[ProcessGroup, int]:
         """Group → sequence number of its last collective."""
         return {e.process_group: e.collective_seq_id for e in self.entries}
 
-    def ranks(self, group: tuple[str, str]) -> str:
+    def ranks(self, group: ProcessGroup) -> str:
         """Return the ranks of a group as text; empty if unknown (gloo, of torch 2.13)."""
         return self.pg_config.get(group[0], {}).get("ranks", "")
 
@@ -134,10 +136,9 @@ def dump_prefixes(environment: Mapping[str, str]) -> tuple[str, str]:
 
 def request_dump(pipe: Path) -> bool:
     """Request a process's dump; returns False if no process reads the pipe."""
-    with suppress(OSError):
-        descriptor = os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)
-        with os.fdopen(descriptor, "wb", 0) as stream:
-            return bool(stream.write(b"1"))
+    flags = os.O_WRONLY | os.O_NONBLOCK
+    with suppress(OSError), os.fdopen(os.open(pipe, flags), "wb", 0) as stream:
+        return bool(stream.write(b"1"))
     return False
 
 

@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, Field, ValidationError
 
 from slurmllm.core.errors import Blame, StorageError
-from slurmllm.core.format import format_duration
+from slurmllm.core.format import Texts, format_duration
 from slurmllm.core.run.rundir import RUN_NAME, AttemptDir, RunDir, SweepDir, write_atomic
 from slurmllm.core.run.safe_files import os_error_text, read_limited
 
@@ -56,10 +56,20 @@ TimePart = Literal[
 ]
 TIME_PARTS: tuple[TimePart, ...] = get_args(TimePart)
 # Whose fault a message of Slurm reports (docs/endings.md); `result`: only how tasks ended.
-Fault = (
-    Literal["request", "user", "memory", "storage", "node", "network"]
-    | Literal["controller", "site", "job", "limit", "result", "unknown"]
-)
+Fault = Literal[
+    "request",
+    "user",
+    "memory",
+    "storage",
+    "node",
+    "network",
+    "controller",
+    "site",
+    "job",
+    "limit",
+    "result",
+    "unknown",
+]
 # What a worker is doing: `stepping` from the second step of an attempt on.
 Phase = Literal[
     "starting", "resuming", "first_step", "stepping", "evaluating", "saving", "stopping"
@@ -71,8 +81,9 @@ JobId = Annotated[str, Field(pattern=r"^[0-9]{1,18}(_[0-9]{1,18})?(\+[0-9]{1,18}
 NodeName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,254}$")]
 Versions = dict[str, str]  # by name of the library or driver
 ByRank = dict[int, int]
+Ranks = tuple[int, ...]
 PhaseSeconds = dict[str, float]
-Lines = tuple[str, ...]  # of text
+Lines = Texts
 NodeNames = tuple[NodeName, ...]
 RunName = Annotated[str, Field(pattern=rf"^{RUN_NAME.pattern}$")]
 # Not 0 and not negative: kill(2) takes these for groups of processes. proc(5): at most 2^22.
@@ -80,11 +91,9 @@ ProcessId = Annotated[int, Field(gt=0, le=1 << 22)]
 Seconds = Annotated[float, Field(gt=-1e10, lt=1e10)]  # 300 years: sums are finite
 
 
-class Record(BaseModel):
+# Unknown fields are ignored: a run directory outlives the version that wrote it.
+class Record(BaseModel, frozen=True, extra="ignore", populate_by_name=True, defer_build=True):
     """A file of the run directory."""
-
-    # Unknown fields are ignored: a run directory outlives the version that wrote it.
-    model_config = ConfigDict(frozen=True, extra="ignore", populate_by_name=True, defer_build=True)
 
     def save(self, path: Path) -> None:
         write_atomic(path, self.model_dump_json(indent=2, by_alias=True) + "\n")
@@ -122,8 +131,8 @@ class Record(BaseModel):
         except StorageError as error:
             if not isinstance(error.__cause__, ValidationError):
                 raise
-            errors = error.__cause__.errors()
-            unknown = {str(e["loc"][0]): e.get("input") for e in errors if e["loc"]}
+            faults = error.__cause__.errors()
+            unknown = {str(e["loc"][0]): e.get("input") for e in faults if e["loc"]}
             try:
                 fields = json.loads(read_limited(path)).items()
                 record = cls.model_validate({k: v for k, v in fields if k not in unknown})
@@ -185,8 +194,7 @@ class Submission(Record):
     def jobs(self) -> dict[str, str]:
         """Its present Slurm jobs: precompile, train, successor → job id."""
         names = ("precompile", "train", "successor")
-        jobs = {name: getattr(self, f"{name}_job") for name in names}
-        return {name: job for name, job in jobs.items() if job is not None}
+        return {name: job for name in names if (job := getattr(self, f"{name}_job")) is not None}
 
 
 class JobsRecord(Record):
@@ -243,18 +251,16 @@ class SweepRecord(Record):
     @property
     def labels(self) -> dict[str, str]:
         """Dotted path of each value → its last part, or the path if several have that part."""
-        paths = list(dict.fromkeys(path for case in self.cases for path in case.values))
-        last = [path.rpartition(".")[2] for path in paths]
-        pairs = zip(paths, last, strict=True)
-        return {path: name if last.count(name) == 1 else path for path, name in pairs}
+        last = {path: path.rpartition(".")[2] for case in self.cases for path in case.values}
+        names = list(last.values())
+        return {path: name if names.count(name) == 1 else path for path, name in last.items()}
 
 
 def runs_of(target: RunDir | SweepDir, record: SweepRecord | None = None) -> list[RunDir]:
     """Return a run, or the runs of a sweep in the order of its cases, without removed ones."""
     if isinstance(target, RunDir):
         return [target]
-    cases = (record or SweepRecord.load(target.record)).cases
-    runs = [target.run(case.run) for case in cases]
+    runs = (target.run(case.run) for case in (record or SweepRecord.load(target.record)).cases)
     return [run for run in runs if run.path.is_dir() and not run.only_checkpoints()]
 
 
@@ -276,7 +282,7 @@ class LaunchFailure(Record):
     seconds: Seconds  # from its start to its end
     message: str  # Slurm's line that explains most; empty if it printed none
     fault: Fault
-    options: tuple[str, ...] = ()  # that the message is about, such as `--mem=900G`
+    options: Texts = ()  # that the message is about, such as `--mem=900G`
     nodes: NodeNames = ()  # that messages of this fault name
 
     @property
@@ -287,8 +293,8 @@ class LaunchFailure(Record):
     @property
     def text(self) -> str:
         message = self.message or "the launchers ended without a report"
-        how = f"{Path(self.command.partition(' ')[0]).name}: exit code {self.exit_code}"
-        return f"{message} ({how} after {self.seconds:.1f} s)"
+        program = Path(self.command.partition(" ")[0]).name
+        return f"{message} ({program}: exit code {self.exit_code} after {self.seconds:.1f} s)"
 
 
 class PassedOver(Record):
@@ -342,7 +348,7 @@ class AttemptRecord(Record):
     # Seconds of queue, preflight, cache, start_up, first_step, training, saving and stopping;
     # `workers`: from the launchers' start to their end.
     phases_s: PhaseSeconds = {}
-    new_graphs: tuple[str, ...] = ()  # graphs compiled in training that the archive lacked
+    new_graphs: Texts = ()  # graphs compiled in training that the archive lacked
 
     @property
     def early_text(self) -> str:
@@ -406,13 +412,13 @@ class HangRecord(Record):
     step: int  # last one that they finished
     waited_s: float  # since they began that phase
     limit_s: float
-    behind: tuple[int, ...] = ()  # ranks; empty if all are equal
+    behind: Ranks = ()  # ranks; empty if all are equal
     unresponsive_nodes: NodeNames = ()  # the nodes whose launchers stopped responding
     suspects: NodeNames = ()  # nodes blamed for the hang
     # Set at the end of the attempt, from torch's Flight Recorder and NCCL's RAS: the operations in
     # which ranks wait, and the ranks that have not joined them.
     collectives: Lines = ()
-    missing: tuple[int, ...] = ()
+    missing: Ranks = ()
 
 
 class SlowRank(Record):
@@ -425,9 +431,10 @@ class SlowRank(Record):
     since: float  # Unix time, s
 
     def text(self, now: float) -> str:
-        duration = format_duration(now - self.since)
-        ratio = f"{self.ratio:.2f} × the median time of {self.peers} ranks"
-        return f"rank {self.rank} on {self.node} takes {ratio}, for {duration}"
+        return (
+            f"rank {self.rank} on {self.node} takes {self.ratio:.2f} × the median time of "
+            f"{self.peers} ranks, for {format_duration(now - self.since)}"
+        )
 
 
 class SlowRanksRecord(Record):
@@ -475,10 +482,17 @@ class SkipsRecord(Record):
 class Event(Record):
     """One line of `events/attempt_NNN.jsonl`: something that happened apart from the steps."""
 
-    kind: (
-        Literal["save", "save_skipped", "copied", "evaluation", "memory"]
-        | Literal["spike", "spike_over", "not_finite", "interval"]
-    )
+    kind: Literal[
+        "save",
+        "save_skipped",
+        "copied",
+        "evaluation",
+        "memory",
+        "spike",
+        "spike_over",
+        "not_finite",
+        "interval",
+    ]
     step: int
     attempt: int
     time: float  # Unix time, s
@@ -507,15 +521,15 @@ class NodeRecord(Record):
     # The workers' variables of backend, profile and recipe on this node; unset ones are missing.
     environment: dict[str, str] = {}
     versions: Versions = {}  # of driver, runtime, …
-    graphs: tuple[str, ...] = ()  # precompile: folders in the cache
+    graphs: Texts = ()  # precompile: folders in the cache
     # Names of the graphs that this node compiled in training and submitted.
-    new_graphs: tuple[str, ...] = ()
+    new_graphs: Texts = ()
     pids: ByRank = {}  # rank → process id
     log_folder: str | None = None  # on its disk, with the logs of ranks that are not collected yet
     # Rank → exit code; negative: ended by that signal.
     exit_codes: ByRank = {}
     # The ranks that the launcher itself ended, after another's failure.
-    stopped_ranks: tuple[int, ...] = ()
+    stopped_ranks: Ranks = ()
     # Of another project's trainer: rank → Unix time of the end of the first worker that exited with
     # 0, or of the first process that a command started, if others ran then. Empty or one.
     ended_first: dict[int, float] = {}
@@ -568,7 +582,7 @@ class ExcludedNode(Record):
     since: Seconds  # Unix time
     until: Seconds  # Unix time
     cluster: str = Field(default="", max_length=100)  # Slurm's ClusterName; empty if unknown
-    checks: tuple[str, ...] = Field(default=(), max_length=100)  # health checks that failed
+    checks: Texts = Field(default=(), max_length=100)  # health checks that failed
 
 
 class ExcludedNodes(Record):

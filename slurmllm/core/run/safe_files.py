@@ -20,7 +20,7 @@ import os
 import pwd
 import stat
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from io import BufferedReader
 from pathlib import Path
 from typing import BinaryIO
@@ -67,8 +67,8 @@ def open_regular(path: Path, *, follow: bool = True) -> BufferedReader:
         is_public = info.st_uid == 0 and info.st_mode & stat.S_IROTH
         for owner in owners:
             if owner != info.st_uid and _is_foreign(owner) and not is_public:
-                names = f"{user_name(owner)} to a file of {user_name(info.st_uid)}"
-                raise PermissionError(errno.EPERM, f"a link of {names}", str(path))
+                reason = f"a link of {user_name(owner)} to a file of {user_name(info.st_uid)}"
+                raise PermissionError(errno.EPERM, reason, str(path))
     except OSError:
         os.close(descriptor)
         raise
@@ -153,8 +153,9 @@ def untrusted_error(info: os.stat_result, group: str | None = None) -> str | Non
     if not _is_trusted(info.st_uid, group):
         allowed = "you" if group is None else f"you or the group {group}"
         return f"it belongs to {user_name(info.st_uid)}, not to {allowed}"
-    writers = _other_writers(info, group)
-    return f"{writers} may write to it" if writers else None
+    if writers := _other_writers(info, group):
+        return f"{writers} may write to it"
+    return None
 
 
 def _is_trusted(uid: int, group: str | None) -> bool:
@@ -212,9 +213,10 @@ def open_folder(path: Path) -> int:
                 if num_links > _MAX_LINKS:
                     raise OSError(errno.ELOOP, "too many links") from None
                 if _is_foreign(owner):
-                    reason = f"{name} is a link of {user_name(owner)}; remove it"
                     raise PermissionError(
-                        errno.EPERM, f"{reason}, or name the folder that it leads to"
+                        errno.EPERM,
+                        f"{name} is a link of {user_name(owner)}; remove it, or name the folder "
+                        "that it leads to",
                     ) from None
                 names += reversed(target.parts)
         return os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=folder)
@@ -250,11 +252,10 @@ def write_whole(path: Path, content: bytes, mode: int = 0o644, *, durable: bool 
     Args:
         durable: Whether it must survive a crash of the machine: with fsync of file and folder.
     """
-    folder = open_folder(path.parent)
     # In the same folder: rename is atomic only within a file system.
     temporary = f".{path.name}.{os.urandom(4).hex()}"
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | _SAFE
-    try:
+    with _parent_folder(path) as folder:
         descriptor = os.open(temporary, flags, 0o600, dir_fd=folder)
         try:
             with os.fdopen(descriptor, "wb") as stream:
@@ -270,6 +271,14 @@ def write_whole(path: Path, content: bytes, mode: int = 0o644, *, durable: bool 
             raise
         if durable:
             os.fsync(folder)
+
+
+@contextmanager
+def _parent_folder(path: Path) -> Iterator[int]:
+    """Open the folder of a file; errors of the block name the file's path, not its name alone."""
+    folder = open_folder(path.parent)
+    try:
+        yield folder
     except OSError as error:
         error.filename = str(path)
         error.filename2 = None
@@ -324,14 +333,8 @@ def open_lock(path: Path) -> BinaryIO:
 
 
 def _open_in_folder(path: Path, flags: int) -> int:
-    folder = open_folder(path.parent)
-    try:
+    with _parent_folder(path) as folder:
         return os.open(path.name, flags | os.O_CREAT | _SAFE, 0o644, dir_fd=folder)
-    except OSError as error:
-        error.filename = str(path)  # of the call it is a single name
-        raise
-    finally:
-        os.close(folder)
 
 
 def _check_own(descriptor: int, path: Path) -> int:
@@ -373,9 +376,11 @@ def check_private_folder(path: Path) -> None:
     """Refuse a folder that is a link, is not this user's, or that others may enter."""
     info = path.lstat()
     if info.st_uid != os.geteuid() or info.st_mode & ~0o7700 != stat.S_IFDIR:
-        reason = f"not a folder for you alone: {stat.filemode(info.st_mode)}"
         raise PermissionError(
-            errno.EPERM, f"{reason}, it belongs to {user_name(info.st_uid)}", str(path)
+            errno.EPERM,
+            f"not a folder for you alone: {stat.filemode(info.st_mode)}, it belongs to "
+            f"{user_name(info.st_uid)}",
+            str(path),
         )
 
 
@@ -393,8 +398,10 @@ def replaceable_error(folder: Path, group: str | None = None) -> str | None:
         # With a sticky bit, as /tmp has it, only owners rename and remove.
         writers = _other_writers(info, group)
         if writers and not info.st_mode & stat.S_ISVTX:
-            mode = f"mode {stat.S_IMODE(info.st_mode):o} and no sticky bit (`chmod +t {entry}`)"
-            return f"{writers} may replace what is in {entry}, which has {mode}"
+            return (
+                f"{writers} may replace what is in {entry}, which has mode "
+                f"{stat.S_IMODE(info.st_mode):o} and no sticky bit (`chmod +t {entry}`)"
+            )
     return None
 
 

@@ -196,8 +196,7 @@ def slurm_options(
 
         config = resolve("tiny_neox", cluster)  # of the recipe, only what is the shell's is used
         profile = config.cluster
-        slurm = config.recipe.slurm
-        places = slurm.model_dump(include=set(USER_DEFAULTS), exclude_none=True)
+        places = config.recipe.slurm.model_dump(include=set(USER_DEFAULTS), exclude_none=True)
         places = {"partition": profile.partition, **places}
         if faults := setup_faults(profile.setup):
             raise ConfigError(f"cluster profile {profile.name}", faults)

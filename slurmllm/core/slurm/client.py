@@ -56,6 +56,7 @@ _UNUSABLE = re.compile(r"down|drain|fail|error|unknown|inval")
 _SINFO = ["sinfo", "--noheader", "--Node"]
 _SACCTMGR = ["sacctmgr", "--noheader", "--parsable2", "show"]
 T = TypeVar("T")
+Fields = dict[str, str]  # by name
 log = logging.getLogger(__name__)
 # All commands that slurmllm calls; srun and sbcast are called inside the jobs.
 COMMANDS = ("sbatch", "squeue", "sacct", "scontrol", "scancel", "sinfo", "srun", "sbcast")
@@ -268,8 +269,9 @@ class SlurmClient:
                 time.sleep(_RETRY_S)
         except SlurmError as error:
             raise UnansweredError(f"{unanswered}; it may have submitted a job: {fix}") from error
-        absent = f"no job of the submission appeared in {ADOPTION_S:g} s"
-        raise SlurmError(f"{unanswered}; {absent}; later, {fix}")
+        raise SlurmError(
+            f"{unanswered}; no job of the submission appeared in {ADOPTION_S:g} s; later, {fix}"
+        )
 
     def can_start(self, script: str, exclude: Sequence[str]) -> bool:
         """Return whether a job could start, now or later, without these nodes (sbatch --test-only).
@@ -354,7 +356,6 @@ class SlurmClient:
         return [AccountingRow(r[0], r[1].split(" ")[0], *r[2:]) for r in rows]
 
     def requeue(self, job_id: str) -> None:
-        """Put a running job back into the queue."""
         # CAUTION: Slurm then sends SIGTERM to all processes of the job, this command among them.
         _run(["scontrol", "requeue", job_id], through_sigterm=True)
 
@@ -362,10 +363,8 @@ class SlurmClient:
         """Return the current start of a job; raises SlurmError if the job is unknown."""
         output = _run(["scontrol", "show", "job", "--oneliner", job_id], through_sigterm=True)
         details = ("BatchHost", "ExcNodeList", "TimeLimit", "PreemptTime", "EligibleTime")
-        names = "|".join(("JobState", "Restarts", *details))
-        fields = dict(
-            reversed(re.findall(rf"\b({names})=(\w[^\s]*)", output))
-        )  # the first ones: later fields hold the user's own text
+        # The first of a name: later fields hold the user's own text.
+        fields = dict(reversed(re.findall(r"\b(\w+)=(\w\S*)", output)))
         count = fields.get("Restarts", "")
         return BatchJob(
             fields.get("JobState", "UNKNOWN"),
@@ -422,7 +421,7 @@ class SlurmClient:
         """Return the names in a node list such as `n[1-4]`, in Slurm's order."""
         return _run(["scontrol", "show", "hostnames", nodelist], through_sigterm=True).split()
 
-    def node_states(self) -> dict[str, str]:
+    def node_states(self) -> Fields:
         """Return the state of every node, lower case; `*` at its end: the node does not respond."""
         return dict(_rows([*_SINFO, "--all", "--format=%N|%T"], 2, through_sigterm=True))
 
@@ -432,7 +431,7 @@ class SlurmClient:
     def cluster_name(self) -> str:
         return os.environ.get("SLURM_CLUSTER_NAME") or self.settings().get("ClusterName", "")
 
-    def settings(self) -> dict[str, str]:
+    def settings(self) -> Fields:
         rows = (line.partition("=") for line in _run(["scontrol", "show", "config"]).splitlines())
         return {key.strip(): value.strip() for key, equals, value in rows if equals}
 
@@ -460,13 +459,13 @@ class SlurmClient:
             if cpus.isdecimal() and memory.isdecimal()
         ]
 
-    def partitions(self) -> dict[str, dict[str, str]]:
+    def partitions(self) -> dict[str, Fields]:
         """Return the fields of every partition that this user may see, such as MaxTime."""
         lines = _run(["scontrol", "show", "partition", "--oneliner"]).splitlines()
         rows = (dict(re.findall(r"(\w+)=(\S*)", line)) for line in lines)
         return {row["PartitionName"]: row for row in rows if "PartitionName" in row}
 
-    def qos_flags(self) -> dict[str, str]:
+    def qos_flags(self) -> Fields:
         """Return the flags of every QOS, such as PartitionTimeLimit; empty without accounting."""
         return dict(_rows([*_SACCTMGR, "qos", "format=name,flags"], 2, accounting=True))
 

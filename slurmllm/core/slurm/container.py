@@ -93,6 +93,7 @@ def check_container(version: str, paths: Sequence[Path]) -> None:
             f"cluster.container: {node} has no {prefix[0]} on the PATH; load its module in "
             "cluster.setup, or choose another runtime"
         )
+    image = prefix[-1]
     script = "import slurmllm; print('slurmllm', slurmllm.__version__)"
     try:
         done = subprocess.run(
@@ -105,19 +106,19 @@ def check_container(version: str, paths: Sequence[Path]) -> None:
         )
     except subprocess.TimeoutExpired as error:
         raise ConfigError(
-            f"cluster.container: {prefix[-1]} has not started on {node} within {_START_S:.0f} s; "
+            f"cluster.container: {image} has not started on {node} within {_START_S:.0f} s; "
             "fetch the image beforehand"
         ) from error
     answers = [line for line in done.stdout.splitlines() if line.startswith("slurmllm ")]
     if done.returncode or not answers:
         last = (done.stderr.strip() or done.stdout.strip()).rpartition("\n")[2][:300]
         raise ConfigError(
-            f"cluster.container: slurmllm cannot be started in {prefix[-1]} on {node} (exit code "
+            f"cluster.container: slurmllm cannot be started in {image} on {node} (exit code "
             f"{done.returncode}): {last}; correct the image, the mounts or container.python"
         )
     if answers[-1] != f"slurmllm {version}":
         raise ConfigError(
-            f"cluster.container: {prefix[-1]} has {answers[-1]}, and the run was submitted with "
+            f"cluster.container: {image} has {answers[-1]}, and the run was submitted with "
             f"{version}; install that in the image"
         )
 
@@ -142,29 +143,35 @@ def container_arguments(
     for folder in sorted({Path(os.path.normpath(folder)) for folder in folders}):
         if not any(folder.is_relative_to(other) for other in outermost):
             outermost.append(str(folder))
-    mounts = [*outermost, *container.mounts]
-    full = [mount if ":" in mount else f"{mount}:{mount}" for mount in mounts]
+    full = [
+        mount if ":" in mount else f"{mount}:{mount}" for mount in [*outermost, *container.mounts]
+    ]
     gpu = device == "cuda"
     if container.runtime == "pyxis":
-        options = [f"--container-image={container.image}", f"--container-mounts={','.join(full)}"]
-        return [*options, *container.options]
+        return [
+            f"--container-image={container.image}",
+            f"--container-mounts={','.join(full)}",
+            *container.options,
+        ]
     if container.runtime in ("apptainer", "singularity"):
         binds = [argument for mount in full for argument in ("--bind", mount)]
         nvidia = ["--nv"] if gpu else []
         return [container.runtime, "exec", *nvidia, *binds, *container.options, container.image]
-    # --init: processes that lose their parent are reaped, and signals passed on.
-    command = [
+    user, gpus = "--userns=keep-id", "--device=nvidia.com/gpu=all"  # podman
+    if container.runtime == "docker":
+        user, gpus = f"--user={os.getuid()}:{os.getgid()}", "--gpus=all"
+    return [
         container.runtime,
         "run",
         "--rm",
-        "--init",
+        "--init",  # processes that lose their parent are reaped, and signals passed on
         "--network=host",
         "--ipc=host",
         "--pid=host",
         "--ulimit=memlock=-1",
+        user,
+        *([gpus] if gpu else []),
+        *(f"--volume={mount}" for mount in full),
+        *container.options,
+        container.image,
     ]
-    if container.runtime == "docker":
-        command += [f"--user={os.getuid()}:{os.getgid()}", *(["--gpus=all"] if gpu else [])]
-    else:
-        command += ["--userns=keep-id", *(["--device=nvidia.com/gpu=all"] if gpu else [])]
-    return [*command, *(f"--volume={mount}" for mount in full), *container.options, container.image]

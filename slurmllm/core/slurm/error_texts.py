@@ -10,12 +10,13 @@ import os
 import re
 import shlex
 import subprocess
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import cache
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from slurmllm.core.format import Texts
 from slurmllm.core.run.error_patterns import read_rows
 from slurmllm.core.run.records import Fault, LaunchFailure
 
@@ -38,14 +39,16 @@ class ErrorText(NamedTuple):
     pattern: re.Pattern[str]
     fault: Fault
     source: str
-    examples: tuple[str, ...]
-    options: tuple[str, ...] = ()
+    examples: Texts
+    options: Texts = ()
 
 
 @cache
 def table() -> tuple[ErrorText, ...]:
-    rows = read_rows(Path(__file__).with_suffix(".yaml"))
-    return tuple(ErrorText(**{**row, "pattern": re.compile(row["pattern"])}) for row in rows)
+    return tuple(
+        ErrorText(**{**row, "pattern": re.compile(row["pattern"])})
+        for row in read_rows(Path(__file__).with_suffix(".yaml"))
+    )
 
 
 def row_of(message: str) -> ErrorText | None:
@@ -72,13 +75,12 @@ def launch_failure(
     if failed is None:
         return None
     arguments = list(map(str, failed.args)) if isinstance(failed.args, list | tuple) else []
-    numbers = {name: number for number, name in enumerate(nodes)}
     messages = []
     for order, line in enumerate(lines):
         error_line = line.strip()[:400]
         row = row_of(error_line) if _FROM_SLURM.match(error_line) else None
         if row is not None:
-            names = tuple(_nodes_in(error_line, nodes, numbers))
+            names = tuple(_nodes_in(error_line, nodes))
             ended = row.fault == "result"
             priority = (
                 ended,
@@ -103,11 +105,11 @@ def launch_failure(
     )
 
 
-def _nodes_in(message: str, nodes: Sequence[str], numbers: Mapping[str, int]) -> Iterator[str]:
+def _nodes_in(message: str, nodes: Sequence[str]) -> Iterator[str]:
     """Yield those of some nodes that a message names, by their names or by their numbers."""
     for word in re.findall(r"[\w.-]+", message.removeprefix("slurmstepd-")):
         short = word.strip(".-")
-        yield from (name for name in {short, short.partition(".")[0]} if name in numbers)
+        yield from {short, short.partition(".")[0]}.intersection(nodes)
     for number in map(int, filter(None, chain(*_NUMBERED.findall(message)))):
         yield from nodes[number : number + 1]
 
@@ -136,9 +138,9 @@ def waiting_reasons() -> list[dict[str, Any]]:
 def explain_waiting(reason: str, job_id: str, run: str, stage: str = "train") -> tuple[str, str]:
     """Return the meaning of a reason, empty if it is unknown, and what to do about it."""
     phrase = reason.replace("_", " ")  # as scontrol writes blanks
-    unknown = {"meaning": "", "remedy": "`scontrol show job {job}` shows more"}
     row = next(
-        (r for r in waiting_reasons() if re.match(r["reason"], phrase, re.IGNORECASE)), unknown
+        (r for r in waiting_reasons() if re.match(r["reason"], phrase, re.IGNORECASE)),
+        {"meaning": "", "remedy": "`scontrol show job {job}` shows more"},
     )
     return row["meaning"], row.get("remedy", "").format(
         job=job_id,

@@ -80,8 +80,9 @@ def _check(options: Options, partition: Partition, client: SlurmClient) -> Limit
         else:
             faults.append(remedy)
     fewest, num_nodes = _node_range(options)
-    requirements = _requirements(options, partition.nodes, client)
-    for option, remedy, suited in () if partition.hides_nodes else requirements:
+    for option, remedy, suited in (
+        () if partition.hides_nodes else _requirements(options, partition.nodes, client)
+    ):
         fitting = [node for node in fitting if node in suited]
         if len(fitting) < fewest:
             which = f"needs {format_plural(fewest, 'node')}; {title} has {len(suited)} suitable"
@@ -144,14 +145,20 @@ def _limit_faults(options: Options, partition: Partition, title: str) -> Iterato
     memory = options.get("mem", "")
     qos = options.get("qos", "")
     if (limit := limits.get("MaxTime")) and minutes_of(time) > minutes_of(limit):
-        fault = f"--time {time}: {title} permits {limit} (MaxTime); choose --time {limit} or less"
-        yield "PartitionTimeLimit", fault
+        yield (
+            "PartitionTimeLimit",
+            f"--time {time}: {title} permits {limit} (MaxTime); choose --time {limit} or less",
+        )
     if (limit := limits.get("MaxNodes")) and fewest > int(limit):
-        fault = f"--nodes {fewest}: {title} permits {limit} (MaxNodes); choose fewer"
-        yield "PartitionMaxNodes", fault
+        yield (
+            "PartitionMaxNodes",
+            f"--nodes {fewest}: {title} permits {limit} (MaxNodes); choose fewer",
+        )
     if (limit := limits.get("MinNodes")) and num_nodes < int(limit):
-        fault = f"--nodes {num_nodes}: {title} requires {limit} (MinNodes); choose more"
-        yield "PartitionMinNodes", fault
+        yield (
+            "PartitionMinNodes",
+            f"--nodes {num_nodes}: {title} requires {limit} (MinNodes); choose more",
+        )
     if (limit := limits.get("MaxMemPerNode")) and _amount("mem", memory) > int(limit):
         yield "", f"--mem {memory}: {title} permits {limit}M (MaxMemPerNode); choose less"
     if fields.get("ReqResv") == "YES" and "reservation" not in options:

@@ -136,13 +136,12 @@ def map_locally(
                 if not pending or slot in running:
                     continue
                 index, values = pending.pop(0)
-                device = devices[slot % len(devices)] if devices else None
                 running[slot] = (
                     index,
                     CallProcess(
                         (function, values),
                         logs / f"{names[index]}-{secrets.token_hex(4)}.log",
-                        device,
+                        devices[slot % len(devices)] if devices else None,
                     ),
                 )
             time.sleep(_POLL_S)

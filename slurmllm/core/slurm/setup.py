@@ -75,8 +75,9 @@ def check_setup_ran(version: str) -> None:
     """Raise ConfigError if the batch script's lines failed, or `version` is not the submitter's."""
     if error := os.environ.get(SETUP_ERROR):
         node = os.environ.get("SLURMD_NODENAME") or os.uname().nodename
-        fix = "correct the profile, then resume the run with --cluster"
-        raise ConfigError(f"{node}: {error}; {fix}")
+        raise ConfigError(
+            f"{node}: {error}; correct the profile, then resume the run with --cluster"
+        )
     submitted_by = os.environ.get(VERSION, version)
     if submitted_by != version:
         raise ConfigError(

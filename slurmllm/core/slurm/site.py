@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from slurmllm.core.format import Texts
 from slurmllm.core.slurm.client import Association, PartitionNode, SlurmClient, count_gpus
 
 
@@ -14,12 +15,12 @@ from slurmllm.core.slurm.client import Association, PartitionNode, SlurmClient, 
 class NodeKind:
     """The nodes of a partition that have the same GPUs."""
 
-    nodes: tuple[str, ...]
+    nodes: Texts
     cpus: int  # of the smallest of them, as is memory_mb
     memory_mb: int
     gpus: int
     gpu_type: str  # as GRES names it; may be empty
-    features: tuple[str, ...]  # that all of them have
+    features: Texts  # that all of them have
 
     @property
     def num_gpus(self) -> int:
@@ -62,20 +63,21 @@ class Partition:
         groups: dict[tuple[int, str], list[PartitionNode]] = {}
         for node in self.nodes:
             match = re.search(r"(?:^|,)gpu:(\d*[^:,(\d][^:,(]*)", node.gres)
-            gpu_type = match[1] if match else ""
-            groups.setdefault((count_gpus(node.gres), gpu_type), []).append(node)
+            kind = count_gpus(node.gres), match[1] if match else ""
+            groups.setdefault(kind, []).append(node)
         kinds = []
         for (gpus, gpu_type), nodes in groups.items():
             features = set.intersection(*(set(node.features.split(",")) for node in nodes))
-            kind = NodeKind(
-                nodes=tuple(node.name for node in nodes),
-                cpus=min(node.cpus for node in nodes),
-                memory_mb=min(node.memory_mb for node in nodes),
-                gpus=gpus,
-                gpu_type=gpu_type,
-                features=tuple(sorted(features - {""})),
+            kinds.append(
+                NodeKind(
+                    nodes=tuple(node.name for node in nodes),
+                    cpus=min(node.cpus for node in nodes),
+                    memory_mb=min(node.memory_mb for node in nodes),
+                    gpus=gpus,
+                    gpu_type=gpu_type,
+                    features=tuple(sorted(features - {""})),
+                )
             )
-            kinds.append(kind)
         return tuple(sorted(kinds, key=lambda kind: (-kind.num_gpus, -len(kind.nodes))))
 
 
