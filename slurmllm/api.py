@@ -23,12 +23,15 @@ if TYPE_CHECKING:
     from slurmllm.analysis.status.logs import RunLogs
     from slurmllm.analysis.status.runs import RunState, RunStates
     from slurmllm.core.config.resolve import RunConfig
+    from slurmllm.core.format import Values
     from slurmllm.core.metrics.curves import Axis, Curve
     from slurmllm.launch.submit.deletion import CancelledRun
     from slurmllm.launch.submit.launch import SubmittedRun
     from slurmllm.plan.output import Plan
     from slurmllm.plan.recipe_plan import Rank
     from slurmllm.train.checkpoint.formats.model_folders import ExportedModel
+
+PathName = str | Path
 
 if "slurmllm.cli.main" not in sys.modules:
     # Python prints warnings of a program that configures no logging, and so does our command line.
@@ -38,7 +41,7 @@ if "slurmllm.cli.main" not in sys.modules:
 def load_recipe(
     name: str,
     cluster: str | None = None,
-    settings: Mapping[str, object] | None = None,
+    settings: Values | None = None,
     data: str | None = None,
     *,
     local: bool = False,
@@ -64,7 +67,7 @@ def load_recipe(
     return resolve(name, local_cluster(cluster, local), _overrides(settings), data_settings(data))
 
 
-def _overrides(settings: Mapping[str, object] | None) -> list[str]:
+def _overrides(settings: Values | None) -> list[str]:
     return [  # JSON is YAML
         f"{path}={value if isinstance(value, str) else json.dumps(value, default=str)}"
         for path, value in (settings or {}).items()
@@ -116,10 +119,10 @@ def _check_choice(name: str, value: str | None, choices: Iterable[str]) -> None:
         raise errors.UserError(f"{name} {value!r}: give {' or '.join(choices)}")
 
 
-def _check_minimum(minimum: int, **values: int | None) -> None:
+def _check_positive(**values: int | None) -> None:
     for name, value in values.items():
-        if value is not None and value < minimum:
-            raise errors.UserError(f"{name} {value}: give {minimum} or more")
+        if value is not None and value < 1:
+            raise errors.UserError(f"{name} {value}: give 1 or more")
 
 
 def _config_of(recipe: RunConfig | str, local: bool = False) -> RunConfig:
@@ -134,7 +137,7 @@ def submit_run(
     local: bool = False,
     dry_run: bool = False,
     force: bool = False,
-    runs_dir: str | Path | None = None,
+    runs_dir: PathName | None = None,
 ) -> SubmittedRun:
     """Submit the jobs that train a recipe, or train it on this machine.
 
@@ -182,13 +185,13 @@ def resume_run(
     run: str,
     nodes: int | str | None = None,
     *,
-    settings: Mapping[str, object] | None = None,
+    settings: Values | None = None,
     cluster: str | None = None,
     from_scratch: bool = False,
     local: bool = False,
     dry_run: bool = False,
     force: bool = False,
-    runs_dir: str | Path | None = None,
+    runs_dir: PathName | None = None,
 ) -> SubmittedRun:
     """Continue a run that was cancelled or has stopped, from its newest checkpoint.
 
@@ -245,7 +248,7 @@ def _run_to_end(run: SubmittedRun) -> SubmittedRun:
     return run
 
 
-def cancel_run(run: str, runs_dir: str | Path | None = None) -> CancelledRun:
+def cancel_run(run: str, runs_dir: PathName | None = None) -> CancelledRun:
     """Cancel the jobs of a run, or of all runs of a sweep; `resume_run` continues them.
 
     The workers save a checkpoint before they exit, if Slurm gives them the time.
@@ -261,13 +264,13 @@ def cancel_run(run: str, runs_dir: str | Path | None = None) -> CancelledRun:
 
 
 def export_checkpoint(
-    checkpoint: str | Path,
-    out: str | Path,
+    checkpoint: PathName,
+    out: PathName,
     *,
     dtype: str = "source",
-    tokenizer: str | Path | None = None,
+    tokenizer: PathName | None = None,
     shard_bytes: int = 5_000_000_000,
-    runs_dir: str | Path | None = None,
+    runs_dir: PathName | None = None,
 ) -> ExportedModel:
     """Export a checkpoint as a Hugging Face model folder, which AutoModelForCausalLM loads.
 
@@ -288,12 +291,12 @@ def export_checkpoint(
     from slurmllm.train.checkpoint.formats.safetensors_files import WEIGHT_TYPES
 
     _check_choice("dtype", dtype, WEIGHT_TYPES)
-    _check_minimum(1, shard_bytes=shard_bytes)
+    _check_positive(shard_bytes=shard_bytes)
     file = None if tokenizer is None else Path(tokenizer)
     return export_model(str(checkpoint), runs_root(runs_dir), Path(out), dtype, file, shard_bytes)
 
 
-def read_status(run: str, runs_dir: str | Path | None = None) -> RunState:
+def read_status(run: str, runs_dir: PathName | None = None) -> RunState:
     """Return the state of a run: progress, attempts, checkpoints, cost, and why it waits or ended.
 
     Examples:
@@ -307,7 +310,7 @@ def read_status(run: str, runs_dir: str | Path | None = None) -> RunState:
     return run_state(find_run(run, runs_root(runs_dir)), SlurmClient())
 
 
-def read_statuses(runs_dir: str | Path | None = None) -> RunStates:
+def read_statuses(runs_dir: PathName | None = None) -> RunStates:
     """Return the states of all runs, the newest last.
 
     Examples:
@@ -328,7 +331,7 @@ def read_logs(
     rank: int | None = None,
     all_ranks: bool = False,
     lines: int | None = None,
-    runs_dir: str | Path | None = None,
+    runs_dir: PathName | None = None,
 ) -> RunLogs:
     """Return the logs of a run: precompile stage, then train stage.
 
@@ -350,7 +353,7 @@ def read_logs(
     _check_choice("stage", stage, STAGES)
     if rank is not None and all_ranks:
         raise errors.UserError("rank and all_ranks: each selects workers; give one of them")
-    _check_minimum(1, lines=lines)
+    _check_positive(lines=lines)
     run_dir = find_run(run, runs_root(runs_dir))
     selection = select_logs(run_dir, stage, attempt, rank, None, lines, all_ranks)
     state = partial(state_text, run_dir, SlurmClient())
@@ -358,12 +361,12 @@ def read_logs(
 
 
 def read_curves(
-    run: str | Path,
+    run: PathName,
     *,
     tags: Mapping[str, str] | None = None,
     pattern: str | None = None,
     where: Mapping[str, str] | None = None,
-    runs_dir: str | Path | None = None,
+    runs_dir: PathName | None = None,
 ) -> Curve:
     """Return the metrics of a run by step, or of another framework's log.
 
@@ -386,14 +389,14 @@ def read_curves(
 
 
 def compare_runs(
-    a: str | Path | Curve,
-    b: str | Path | Curve,
+    a: PathName | Curve,
+    b: PathName | Curve,
     *,
     tolerance: float | None = None,
     exact: bool = False,
     by: Axis = "step",
-    seeds: Sequence[str | Path | Curve] = (),
-    runs_dir: str | Path | None = None,
+    seeds: Sequence[PathName | Curve] = (),
+    runs_dir: PathName | None = None,
 ) -> Comparison:
     """Compare the loss and gradient norm of two runs, or of what `read_curves` returned.
 

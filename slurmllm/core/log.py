@@ -84,8 +84,9 @@ def setup_logging(rank: int | None = None) -> None:
     logger = logging.getLogger("slurmllm")
     logger.setLevel(LEVELS.get(level.lower(), logging.INFO))
     if level.lower() not in LEVELS:
-        levels = ", ".join(LEVELS)
-        logger.warning("%s=%s is not a level; choose %s; using info", LEVEL, level, levels)
+        logger.warning(
+            "%s=%s is not a level; choose %s; using info", LEVEL, level, ", ".join(LEVELS)
+        )
 
 
 def parse_line(line: str) -> LogLine | None:
@@ -94,7 +95,7 @@ def parse_line(line: str) -> LogLine | None:
     if match is None:
         return None
     try:
-        rank = int(match["rank"]) if match["rank"] is not None else None
+        rank = int(match["rank"]) if match["rank"] else None
         time = datetime.fromisoformat(match["time"]).timestamp()
     except (ValueError, OverflowError):  # month 13, a rank of 5,000 digits
         return None

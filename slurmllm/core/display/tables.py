@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import shutil
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import zip_longest
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import click
 
 from slurmllm.core.errors import UserError
-from slurmllm.core.format import printable
+from slurmllm.core.format import Values, printable
 
 if TYPE_CHECKING:
     import pandas
@@ -134,7 +134,7 @@ def markdown_table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> st
     return "".join(f"| {' | '.join(line)} |\n" for line in cells)
 
 
-def csv_text(rows: Sequence[Mapping[str, Any]]) -> str:
+def csv_text(rows: Sequence[Values]) -> str:
     """Return rows as CSV, with a column for every key of any row; None is an empty cell."""
     import csv
     import io
@@ -148,7 +148,7 @@ def csv_text(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def data_frame(
-    values: Mapping[str, Any] | Sequence[Mapping[str, Any]], columns: Sequence[str] | None = None
+    values: Values | Sequence[Values], columns: Sequence[str] | None = None
 ) -> pandas.DataFrame:
     """Return a data frame of columns by name, or of rows; raise UserError without pandas."""
     try:
