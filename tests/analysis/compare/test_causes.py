@@ -162,6 +162,16 @@ def test_a_seed_explains_no_factor(
     assert sentence in comparison.causes[0].evidence
 
 
+def test_another_seed_than_that_of_losses_that_end_at_0(compared: Compared) -> None:
+    reference = make_rows(1, 120)
+    for row in reference[40:]:
+        row["loss"] = 0.0
+    rows = changed(loss=(1, drift(0.5)), grad_norm=(1, drift(0.5)), param_norm=(1, drift(0.1)))
+    comparison = compared(rows, {"train.seed": 2}, reference=reference)
+    assert diagnosed(comparison) == ("seed", 1)
+    assert "times that of A" not in comparison.reason
+
+
 def test_another_batch_or_update_at_one_step(compared: Compared) -> None:
     rows = changed(grad_norm=(K, drift(0.5)), loss=(K, drift(0.3)), param_norm=(K, drift(1e-4)))
     comparison = compared(rows)
