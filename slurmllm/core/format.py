@@ -132,10 +132,10 @@ def format_elapsed(seconds: float | None) -> str:
 
 
 def format_duration(seconds: float | None) -> str:
-    """`1:02:03`; empty if unknown."""
+    """`1:02:03`; empty if unknown, zero if negative, as between machines' clocks."""
     if seconds is None or not math.isfinite(seconds):
         return ""
-    minutes, seconds_left = divmod(round(seconds), 60)
+    minutes, seconds_left = divmod(max(round(seconds), 0), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{seconds_left:02d}"
 

@@ -139,3 +139,8 @@ def test_a_restart_leaves_out_a_node_that_was_slow_for_an_hour(
     assert made.allocation.nodes == nodes
     kinds = [node.evidence for node in excluded(made.run) if node.node == "n3"]
     assert kinds == ["slow"] * (excludes and slow_for_s > 3600)
+
+
+def test_a_node_whose_clock_is_ahead_is_slow_since_now() -> None:
+    slow = SlowRank(rank=1, node="n1", ratio=1.3, peers=8, since=65.0)
+    assert slow.text(now=0.0).endswith("for 0:00:00")
