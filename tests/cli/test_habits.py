@@ -118,10 +118,8 @@ def test_names_under_another_root(
 
 def test_names_of_recipes_and_profiles() -> None:
     assert "plain,tiny_neox" in complete("plan", "tiny_neox", "tiny_")
-    assert complete("submit", "trainers/torcht") == [
-        "plain,trainers/torchtitan",
-        "plain,trainers/torchtune",
-    ]
+    adapters = complete("submit", "trainers/torcht")
+    assert adapters == ["plain,trainers/torchtitan", "plain,trainers/torchtune"]
     assert "plain,trainers/nemo" in complete("recipes", "tr")
     profiles = complete("submit", "tiny_neox", "--cluster", "trn")
     assert profiles == ["plain,trn1", "plain,trn1n", "plain,trn2"]

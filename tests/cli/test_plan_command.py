@@ -311,7 +311,5 @@ def test_epochs_of_the_published_corpus(tmp_path: Path) -> None:
     own = ("--nodes", "8", "--set", f"data.corpus={tmp_path}/own.arrow")
     assert "epochs of" not in plan(*command, *own).stdout  # it may hold token ids
     (tmp_path / "own.arrow.json").write_text('{"text_bytes": 200000000000}')
-    assert (
-        "about 2.0 epochs of own.arrow, if a token is 4 bytes of text\n"
-        in plan(*command, *own).stdout
-    )
+    text = "about 2.0 epochs of own.arrow, if a token is 4 bytes of text\n"
+    assert text in plan(*command, *own).stdout

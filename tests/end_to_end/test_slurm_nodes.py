@@ -89,11 +89,8 @@ def test_other_runs_avoid_a_node_that_one_run_excludes(stage: SceneBench) -> Non
         assert bench.attempt("first", 1)["nodes"] != [bad]
 
         client, now = SlurmClient(), time.time()
-        fields: dict[str, Any] = {
-            "since": now,
-            "until": now + 600,
-            "cluster": client.cluster_name(),
-        }
+        times: dict[str, Any] = {"since": now, "until": now + 600}
+        fields = {**times, "cluster": client.cluster_name()}
         gone = SiteNodeRecord(node="n99", kind="excluded", evidence="user", **fields)
         add_record(bench.runs, gone, "a node that has left slurm.conf")
         site = json.loads(bench.look("nodes", "--json"))["site"]

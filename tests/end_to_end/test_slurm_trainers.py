@@ -150,15 +150,11 @@ done"""
 
 @scene(order=0)
 def test_checkpoints_are_evaluated_while_the_run_trains(stage: SceneBench) -> None:
+    checkpoints = {"checkpoints": "{run}/outputs/{step}", "completion_file": "done"}
     recipe = {
         "extends": "trainers/plain",
         "name": "evaluated",
-        "command": {
-            "run": EVALUATED,
-            "steps": 50,
-            "checkpoints": "{run}/outputs/{step}",
-            "completion_file": "done",
-        },
+        "command": {"run": EVALUATED, "steps": 50, **checkpoints},
         # Of the second checkpoint it fails.
         "evaluate": {"command": """echo '{"score":' {step}}; test {step} != 20""", "every": 2},
         "watchdog": {"min_step_s": 1000},
@@ -169,6 +165,8 @@ def test_checkpoints_are_evaluated_while_the_run_trains(stage: SceneBench) -> No
     job = json.loads(stage.look("submit", str(file), *options))["jobs"]["train"]
     stage.wait("evaluated", "done", "stopped", "cancelled")
     assert stage.endings("evaluated") == [("done", "finish")]
+    *_, before, last = (row["time"] for row in rows_of(stage, "evaluated", 0))
+    assert last - before < 290  # the evaluations came while it waited for them
 
     def states() -> list[str]:
         return [record["state"] for record in stage.status("evaluated")["evaluations"]]

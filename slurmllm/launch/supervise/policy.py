@@ -74,8 +74,7 @@ def decide(
     `earlier` are the attempts of the stage since the last submission, oldest first; `rolled_back`,
     after a divergence: the workers chose a checkpoint to go back to; `restart_mode`: how the run
     continues after the end of its job; `in_allocation`: the job holds enough healthy nodes for new
-    workers. Returns the record with action and backoff. If a limit is reached, the evidence names
-    it; the class becomes `no_progress` after too many attempts without a new checkpoint.
+    workers. Returns the record with action and backoff; its evidence names a limit that is reached.
     """
     assert closed.ending is not None
     actions = ACTIONS[closed.ending]
@@ -96,10 +95,7 @@ def decide(
         return _with_action(closed, "stop", message)
     limits = recipe.slurm
     streak = takewhile(lambda attempt: not gained(attempt), (closed, *reversed(earlier)))
-    # guard.max_roll_backs limits divergences; `Slurm: the job is PREEMPTED` is not the run's fault.
-    idle_attempts = [
-        a for a in streak if a.ending != "divergence" and "PREEMPTED" not in str(a.evidence[:1])
-    ]
+    idle_attempts = [attempt for attempt in streak if _counts_as_idle(attempt)]
     idle, alike = len(idle_attempts), _count_same_nodes(idle_attempts)
     if alike >= limits.no_progress_limit and closed.ending != "divergence":
         message = f"{alike} attempts in a row without a new checkpoint (slurm.no_progress_limit)"
@@ -122,6 +118,11 @@ def decide(
     if in_allocation and "restart" in actions and idle <= 1:
         return _with_action(closed, "restart")
     return closed.model_copy(update={"action": restart_mode, "backoff_s": backoff})
+
+
+def _counts_as_idle(attempt: AttemptRecord) -> bool:
+    # guard.max_roll_backs limits divergences; `Slurm: the job is PREEMPTED` is not the run's fault.
+    return attempt.ending != "divergence" and "PREEMPTED" not in str(attempt.evidence[:1])
 
 
 def _count_same_nodes(idle: Sequence[AttemptRecord]) -> int:

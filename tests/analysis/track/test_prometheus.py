@@ -95,7 +95,7 @@ def test_the_figures_are_those_of_status_and_report(training: RunDir) -> None:
     assert rate["mfu"] > 0.01
 
 
-def test_an_ended_run_has_no_speed_and_a_damaged_one_says_so(tmp_path: Path) -> None:
+def test_ended_damaged_and_new_runs(tmp_path: Path) -> None:
     run = make_reported_run(RunDir(tmp_path / "r"))
     save_submission(run, train_job="7")
     samples = parse(printed(call("track", "prometheus", run.path)))
@@ -104,11 +104,7 @@ def test_an_ended_run_has_no_speed_and_a_damaged_one_says_so(tmp_path: Path) -> 
     assert ("model_flops_utilization_ratio", "") not in samples
     run.jobs.write_text("{")
     assert parse(page_of(run))["run_state", "damaged"] == 1
-
-
-def test_a_run_without_a_step(tmp_path: Path) -> None:
-    run = make_run(tmp_path / "new")
-    samples = parse(page_of(run))
+    samples = parse(page_of(make_run(tmp_path / "new")))
     assert samples["last_step", ""] == 0
     assert ("loss", "") not in samples
     assert not any(value for (name, _), value in samples.items() if name == "restarts_total")

@@ -12,6 +12,7 @@ import pytest
 from command_line import call
 from made_records import save_attempt, save_submission
 from present import present
+from reported_runs import add_scores
 from training_rows import make_rows, write_rows
 
 from slurmllm.analysis.track import sync as sending
@@ -29,7 +30,6 @@ from slurmllm.core.config.load import save
 from slurmllm.core.config.resolve import RunConfig, resolve
 from slurmllm.core.config.trackers import missing_for_trackers
 from slurmllm.core.errors import ConfigError, InfrastructureError, RunError
-from slurmllm.core.run.artifact_records import EvaluationRecord
 from slurmllm.core.run.rundir import RunDir
 from slurmllm.launch.submit.prepare import RunRequest, prepare
 from slurmllm.launch.supervise.side_processes import SideProcesses
@@ -101,22 +101,12 @@ def steps() -> list[int]:
 
 def test_scores_are_sent_once_after_their_steps(run: RunDir, config: RunConfig) -> None:
     write_rows(run.metrics(0), make_rows(1, 45))
-    scored = EvaluationRecord(
-        step=20,
-        tokens=0,
-        checkpoint="c",
-        task="sums",
-        scores={"acc,none": 0.5},
-        version="1",
-        seconds=1.0,
-        evaluated_at=5.0,
-    )
-    scored.save(run.evaluation("c", "sums-1"))
+    add_scores(run, 20)
     _, record = send(run, config)
-    assert Memory.got[-1] == (record.run_id, 20, 0.5)
-    assert record.scores == ("c/sums-1",)
+    assert Memory.got[-2:] == [(record.run_id, 20, 0.2)] * 2
+    assert len({*record.scores}) == 2
     send(run, config)
-    assert len(Memory.got) == 46
+    assert len(Memory.got) == 47
 
 
 def test_a_requeue_continues_one_run_and_repeats_no_step(run: RunDir, config: RunConfig) -> None:

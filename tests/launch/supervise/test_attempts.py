@@ -443,10 +443,8 @@ def test_the_evidence_of_a_stop_names_the_newest_checkpoint(ended: Ended) -> Non
     assert gather(ended).trainer.leaving == "left before the first step was done; no checkpoint"
     run.metrics(0).parent.mkdir()
     run.checkpoint(5).mkdir(parents=True)
-    for step, leaving in (
-        (5, "saved and left"),
-        (7, "left after step 7; newest checkpoint: step 5"),
-    ):
+    texts = {5: "saved and left", 7: "left after step 7; newest checkpoint: step 5"}
+    for step, leaving in texts.items():
         run.metrics(0).write_text(f'{{"step": {step}, "loss": 1.0}}\n')
         assert gather(ended).trainer.leaving == leaving
 

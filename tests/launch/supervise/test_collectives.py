@@ -9,8 +9,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from slurmllm.core.run.flight_recorder import (
     read_dump,
     recorder_variables,
 )
-from slurmllm.core.run.rundir import AttemptDir, RunDir
+from slurmllm.core.run.rundir import RunDir
 from slurmllm.launch.supervise import collectives
 from slurmllm.launch.supervise.collectives import (
     blocked,
@@ -186,20 +186,20 @@ dist.all_reduce(torch.ones(4))
 LATE = "rank 1 has not joined all_reduce 3 of group default_pg; ranks 0, 2 wait in it"
 
 
-def hang_of_gloo(attempt: AttemptDir, folder: Path) -> None:
-    environment = {**os.environ, **recorder_variables(folder, os.environ)}
-    command = [sys.executable, "-c", WORKER, f"file://{folder}/store"]
+@contextmanager
+def hanging(code: str, folder: Path, ranks: int, nccl: bool = False) -> Iterator[dict[str, str]]:
+    """Processes that have printed a line, with their common environment."""
+    environment = {**os.environ, **recorder_variables(folder, os.environ, nccl)}
+    command = [sys.executable, "-c", code, f"file://{folder}/store"]
     workers = [
         subprocess.Popen(command, env={**environment, "RANK": str(rank)}, stdout=subprocess.PIPE)
-        for rank in range(3)
+        for rank in range(ranks)
     ]
     try:
         for worker in workers:
             assert worker.stdout is not None
             assert worker.stdout.readline()
-        while blocked(read_recordings(attempt), 3).lines != (LATE,):
-            collect_dumps(attempt, environment, since=0.0)
-            assert [*read_recordings(attempt)] == [0, 1, 2]
+        yield environment
     finally:
         for worker in workers:
             worker.kill()
@@ -208,7 +208,10 @@ def hang_of_gloo(attempt: AttemptDir, folder: Path) -> None:
 
 def test_a_hang_of_gloo_is_read_and_torch_s_own_analyzer_agrees(tmp_path: Path) -> None:
     attempt = RunDir(tmp_path).attempt("train", 0)
-    hang_of_gloo(attempt, tmp_path)
+    with hanging(WORKER, tmp_path, ranks=3) as environment:
+        while blocked(read_recordings(attempt), 3).lines != (LATE,):
+            collect_dumps(attempt, environment, since=0.0)
+            assert [*read_recordings(attempt)] == [0, 1, 2]
     (line,) = blocked(read_recordings(attempt), 3).lines
     assert line == LATE
     analysis = torch_analysis(attempt, 3)
@@ -232,19 +235,11 @@ dist.all_reduce(x)
 print(flush=True)
 torch.cuda.synchronize()
 """
-    environment = {**os.environ, **recorder_variables(tmp_path, os.environ, nccl=True)}
-    command = [sys.executable, "-c", code, f"file://{tmp_path}/store"]
-    worker = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE)
-    try:
-        assert worker.stdout is not None
-        assert worker.stdout.readline()
+    with hanging(code, tmp_path, ranks=1, nccl=True) as environment:
         collect_dumps(attempt, environment, since=time.time())
         query_ras(attempt)
         (line,) = blocked(read_recordings(attempt), 1).lines
         assert line.startswith("rank 0 waits in all_reduce 2 of group default_pg")
-    finally:
-        worker.kill()
-        worker.communicate()
 
 
 # NCCL 2.24's documentation, "RAS", and src/ras/client_support.cc of 2.28

@@ -213,6 +213,8 @@ def test_a_user_excludes_and_clears(slurm: FakeSlurm, root: Path) -> None:
     assert names(root) == ["n6"]
     assert excluded(run) == []  # for the run that excluded it too
     for wrong, part in (
+        (("--exclude=", "--reason=x"), "error: no node is named\n"),
+        (("--clear=",), "error: no node is named\n"),
         (("--exclude=n5",), "belong together"),
         (("--reason=x",), "belong together"),
         (("--exclude=n99", "--reason=x"), "n99 is not among the nodes of the cluster: n1"),
@@ -277,10 +279,11 @@ def test_spare_nodes_take_the_place_of_excluded_ones(
     assert allocation.choose(("n4",), 3, ("n2",)) == ("n1", "n2", "n3")
 
 
-def test_earlier_records_of_a_run_are_read(root: Path) -> None:
+def test_records_of_earlier_versions_are_read(slurm: FakeSlurm, root: Path) -> None:
     run = make_run(root / "a")
-    node = {"node": "n3", "reason": "x", "since": time.time(), "until": time.time() + 60}
+    node = {"node": "n3", "reason": "x" * 9999, "since": time.time(), "until": time.time() + 60}
     run.excluded.write_text(json.dumps({"nodes": [node]}))
+    assert call("nodes", "a", "--json").exit_code == 0
     assert excluded(run) == [ExcludedNode.model_validate(node)]
     add(root, kind="cleared", since=time.time() + 1)
     assert excluded(run) == []
@@ -318,11 +321,6 @@ def test_the_partition_is_that_of_the_new_job(
     assert submit("--", "-p", "gpu")["excluded"] == ["n3"]
 
 
-@pytest.mark.parametrize("arguments", [("--exclude", "", "--reason", "x"), ("--clear", "")])
-def test_no_node_is_named(arguments: tuple[str, ...], slurm: FakeSlurm, root: Path) -> None:
-    assert refused(call("nodes", *arguments)) == "error: no node is named\n"
-
-
 def test_the_share_and_unreadable_records_are_said(slurm: FakeSlurm, root: Path) -> None:
     done = call("nodes", "--exclude", "n[1-4]", "--reason", "x" * 5000)
     assert "at most a quarter of a partition" in done.stderr
@@ -338,11 +336,3 @@ def test_another_user_s_closed_run_hides_no_node(slurm: FakeSlurm, root: Path) -
     assert (done.exit_code, "n3" in done.stdout) == (0, True)
     assert "a/jobs.json is damaged" in done.stderr
     assert "a/jobs.json is damaged" in refused(call("nodes", "a"), 4)
-
-
-def test_an_earlier_version_had_no_limit_of_a_reason(slurm: FakeSlurm, root: Path) -> None:
-    run = make_run(root / "a")
-    times = {"since": time.time(), "until": time.time() + HOUR_S}
-    run.excluded.write_text(json.dumps({"nodes": [{"node": "n3", "reason": "x" * 9999, **times}]}))
-    assert call("nodes", "a", "--json").exit_code == 0
-    assert [node.node for node in excluded(run)] == ["n3"]
