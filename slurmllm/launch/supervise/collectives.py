@@ -35,8 +35,8 @@ from slurmllm.core.run.rundir import AttemptDir, rank_files, read_rank_files
 from slurmllm.core.run.safe_files import read_limited, write_whole
 
 # Half a second apart: torch looks at its pipe once a second, and may import its compiler before the
-# first dump, for 10 s.
-_POLLS = 40
+# first dump, for 10 s. Other nodes wait for STACKS_S.
+_POLLS = 24
 _RAS_S = 10.0  # NCCL waits five for peers, and adds up to five
 _RAS_BYTES = 1 << 20
 _MAX_LINES = 4
