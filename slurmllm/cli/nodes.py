@@ -34,7 +34,7 @@ include_option = options.repeatable(
     type=click.FloatRange(0.0, LONGEST_HOURS, min_open=True),
     default=24.0,
     show_default=True,
-    help=f"With --exclude: for how long, {LONGEST_HOURS:g} at most.",
+    help=f"With --exclude: hours until it ends, {LONGEST_HOURS:g} at most.",
 )
 @options.repeatable(
     "--clear cleared", "NODES", "End the exclusion of nodes for all runs; repeatable."

@@ -97,10 +97,10 @@ def sync(
 @click.option("--supervised", is_flag=True, hidden=True)
 @options.runs_dir
 def prometheus(run: str, supervised: bool, runs_dir: Path) -> None:
-    """Print the metrics of RUN as Prometheus reads them.
+    """Print the metrics of RUN in the format of Prometheus.
 
-    While RUN trains, its first node serves or writes them if the cluster profile has
-    metrics.port or metrics.textfile.
+    While RUN trains, its first node serves them or writes them to a file, if the cluster profile
+    sets metrics.port or metrics.textfile.
     """
     from prometheus_client import generate_latest
 
