@@ -157,8 +157,8 @@ def _check(
     # A collective over a node that does not respond would hang.
     if not bandwidth or any(record.checks_s is None for record in checked.values()):
         return checked
-    for name, variable in load_environment(config.backend).variables(config).items():
-        os.environ[name] = variable.value
+    variables = load_environment(config.backend).variables(config)
+    os.environ.update({name: variable.value for name, variable in variables.items()})
     os.environ.update(config.cluster.env)
     return with_bandwidth(checked, allocation, allocation.job_id, config, command, free_port())
 
