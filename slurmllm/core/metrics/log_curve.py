@@ -47,7 +47,7 @@ def curve_of_log(
         chosen["step_time_s"] = replace(in_ms, values=in_ms.values / 1e3)
     loss = chosen.get("loss") or chosen["grad_norm"]
     if "time" not in chosen and loss.times is not None:
-        chosen["time"] = TagSeries(loss.order, loss.steps, loss.times)
+        chosen["time"] = replace(loss, values=loss.times)
     starts = _attempt_starts(loss, log.starts)
     block, (overlap_rows, identical, max_difference) = _merge_tags(chosen, starts)
     if choice.format is not None and choice.format.counts == "samples":

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from abc import ABC, abstractmethod
 from array import array
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -98,7 +99,9 @@ class RowCollector:
         self._clear()
 
     def _clear(self) -> None:
-        self._columns: dict[str, tuple[array[int], array[float]]] = {}  # rows, values
+        self._columns: dict[str, tuple[array[int], array[float]]] = defaultdict(
+            lambda: (array("q"), array("d"))
+        )  # rows, values
         self._texts: dict[str, tuple[array[int], array[int], dict[str, int]]] = {}
         self._lines = array("q")
 
@@ -111,11 +114,9 @@ class RowCollector:
         """Add a row, the number of its line if it has one, and its columns of text."""
         number = len(self._lines)
         for key, value in row:
-            column = self._columns.get(key)
-            if column is None:
-                column = self._columns[key] = array("q"), array("d")
-            column[0].append(number)
-            column[1].append(value)
+            numbers, values = self._columns[key]
+            numbers.append(number)
+            values.append(value)
         for key, cell in texts:
             rows, codes, codes_of = self._texts.setdefault(key, (array("q"), array("q"), {}))
             if key == "rank" or len(codes_of) < _MOST_TEXTS:

@@ -156,11 +156,8 @@ def select_latest(steps: Ints, attempts: Ints) -> tuple[Ints, Ints, Ints]:
     if np.all(steps[1:] > steps[:-1]):
         none = np.empty(0, np.int64)
         return np.arange(len(steps)), none, none
-    # Stable sorts, so that rows of one step and attempt stay in the order in which they were read.
-    order = np.arange(len(steps))
-    if np.any(attempts[1:] < attempts[:-1]):
-        order = np.argsort(attempts, kind="stable")
-    order = order[np.argsort(steps[order], kind="stable")]
+    # Stable, so that rows of one step and attempt stay in the order in which they were read.
+    order = np.lexsort((attempts, steps))
     is_last = np.append(np.diff(steps[order]) != 0, True)
     used = order[is_last]
     replaced = order[~is_last]
@@ -218,11 +215,8 @@ def with_evaluations(
     for name in names:
         metric = f"{VAL_LOSS}/{name}" if VAL_LOSS in columns else VAL_LOSS
         by_step = {step: e.values[name] for step, e in evaluations.items() if name in e.values}
-        rows = np.isin(curve.steps, list(by_step))
-        values = np.full(len(curve.steps), np.nan)
-        values[rows] = [by_step[step] for step in curve.steps[rows].tolist()]
-        columns[metric] = values
-        absent[metric] = np.isnan(values)
+        columns[metric] = np.array([by_step.get(step, np.nan) for step in curve.steps.tolist()])
+        absent[metric] = np.isnan(columns[metric])
     return replace(curve, columns=columns, absent=absent, texts=tuple(names))
 
 
@@ -247,8 +241,6 @@ def _find_gaps(steps: Ints) -> tuple[Range, ...]:
     if len(steps) < 3:
         return ()
     intervals = np.diff(steps)
-    if np.all(intervals == intervals[0]):
-        return ()
     values, counts = np.unique(intervals, return_counts=True)
     regular = int(values[np.argmax(counts)])
     return tuple(

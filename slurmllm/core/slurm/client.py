@@ -258,8 +258,8 @@ class SlurmClient:
         fix = f"`squeue --me --name={name}` shows a job of it, and `scancel ID` ends that"
         try:
             while time.monotonic() < deadline:
-                for job_id in retry_unreachable(lambda: _run(command), ADOPTION_S).split():
-                    if token in _run(["scontrol", "write", "batch_script", job_id, "-"]):
+                for job_id in retry_unreachable(lambda: _run(*command), ADOPTION_S).split():
+                    if token in _run("scontrol", "write", "batch_script", job_id, "-"):
                         log.warning(
                             "%s; the queue has job %s of this submission, which is used",
                             unanswered,
@@ -294,7 +294,7 @@ class SlurmClient:
 
         def sbatch(nodes: str) -> str:
             option = [f"--exclude={nodes}"] if names else []
-            return _run(["sbatch", *options, *option], input=script, **kwargs)
+            return _run("sbatch", *options, *option, input=script, **kwargs)
 
         return self._with_known(names, sbatch)
 
@@ -316,15 +316,16 @@ class SlurmClient:
     def check_srun(self, options: Sequence[str]) -> None:
         """Raise SlurmError with srun's message if it does not take these options."""
         if options:
-            _run(["srun", *options, "--version"])  # reads the options before it prints
+            _run("srun", *options, "--version")  # reads the options before it prints
 
     def queue(self, job_ids: Sequence[str]) -> dict[str, QueuedJob]:
         """Return those of the jobs that slurmctld still has in memory, by id."""
         if not job_ids:
             return {}
-        command = ["squeue", "--noheader", "--states=all", "--format=%i|%T|%r|%N|%x|%n|%k"]
+        form = "--format=%i|%T|%r|%N|%x|%n|%k"
+        jobs = f"--jobs={','.join(job_ids)}"
         try:
-            rows = _rows([*command, f"--jobs={','.join(job_ids)}"], 7)
+            rows = _rows(7, "squeue", "--noheader", "--states=all", form, jobs)
         except SlurmError as error:
             if "Invalid job id" in str(error):  # a single id that slurmctld has purged already
                 return {}
@@ -333,35 +334,35 @@ class SlurmClient:
 
     def jobs_with_output(self, names: Sequence[str], paths: Sequence[Path]) -> list[str]:
         """Return this user's jobs of some names that write their output into one of some files."""
-        command = ["squeue", "--noheader", "--me", f"--name={','.join(names)}"]
-        lines = _run([*command, "--Format=JobID:30,STDOUT:4096"]).splitlines()
-        rows = (line.split(None, 1) for line in lines)
+        form = "--Format=JobID:30,STDOUT:4096"
+        output = _run("squeue", "--noheader", "--me", f"--name={','.join(names)}", form)
+        rows = (line.split(None, 1) for line in output.splitlines())
         return [row[0] for row in rows if len(row) == 2 and Path(row[1].strip()) in paths]
 
     def successors(self, job_id: str, name: str) -> list[str]:
         """Return the pending jobs of a name that wait for the end of a job."""
-        command = ["squeue", "--noheader", "--me", "--states=PENDING", "--format=%i|%E"]
         waits = re.compile(rf"\bafterany:{job_id}\b")
-        rows = _rows([*command, f"--name={name}"], 2)
+        command = ("squeue", "--noheader", "--me", "--states=PENDING", "--format=%i|%E")
+        rows = _rows(2, *command, f"--name={name}")
         return [pending for pending, dependency in rows if waits.search(dependency)]
 
     def accounting(self, *job_ids: str) -> list[AccountingRow]:
         """Return every incarnation and step of jobs, oldest first; empty without accounting."""
         if not job_ids:
             return []
-        fields = "JobID,State,ExitCode,NodeList,Start,End,Submit,Eligible"
-        command = ["sacct", "--noheader", "--parsable2", "--duplicates", f"--format={fields}"]
-        rows = _rows([*command, f"--jobs={','.join(job_ids)}"], 8, accounting=True)
+        form = "--format=JobID,State,ExitCode,NodeList,Start,End,Submit,Eligible"
+        command = ("sacct", "--noheader", "--parsable2", "--duplicates", form)
+        rows = _rows(8, *command, f"--jobs={','.join(job_ids)}", accounting=True)
         # "CANCELLED by 1000" → "CANCELLED"
         return [AccountingRow(r[0], r[1].split(" ")[0], *r[2:]) for r in rows]
 
     def requeue(self, job_id: str) -> None:
         # CAUTION: Slurm then sends SIGTERM to all processes of the job, this command among them.
-        _run(["scontrol", "requeue", job_id], through_sigterm=True)
+        _run("scontrol", "requeue", job_id, through_sigterm=True)
 
     def batch_job(self, job_id: str) -> BatchJob:
         """Return the current start of a job; raises SlurmError if the job is unknown."""
-        output = _run(["scontrol", "show", "job", "--oneliner", job_id], through_sigterm=True)
+        output = _run("scontrol", "show", "job", "--oneliner", job_id, through_sigterm=True)
         details = ("BatchHost", "ExcNodeList", "TimeLimit", "PreemptTime", "EligibleTime")
         # The first of a name: later fields hold the user's own text.
         fields = dict(reversed(re.findall(r"\b(\w+)=(\w\S*)", output)))
@@ -375,12 +376,12 @@ class SlurmClient:
     def cancel(self, job_ids: Sequence[str], kill: bool = False) -> None:
         """Cancel jobs or steps, `kill` by SIGKILL; those that have ended are ignored."""
         if job_ids:
-            _run(["scancel", "--quiet", *(["--signal=KILL"] if kill else []), "--", *job_ids])
+            _run("scancel", "--quiet", *(["--signal=KILL"] if kill else []), "--", *job_ids)
 
     def steps(self, job_id: str, name: str) -> list[str]:
         """Return the ids of a job's steps of a name that have not ended."""
-        command = ["squeue", "--noheader", "--steps", f"--jobs={job_id}", "--format=%i|%j"]
-        return [step for step, step_name in _rows(command, 2) if step_name == name]
+        rows = _rows(2, "squeue", "--noheader", "--steps", f"--jobs={job_id}", "--format=%i|%j")
+        return [step for step, step_name in rows if step_name == name]
 
     def shrink(self, job_id: str, nodes: Sequence[str]) -> None:
         """Reduce a running job to some of its nodes, if SchedulerParameters permit it."""
@@ -408,7 +409,7 @@ class SlurmClient:
     def responds(self, job_id: str, node: str) -> bool:
         """Return whether a process can be started on a node of a job within `RESPONSE_S`."""
         try:
-            _run([*step_beside(job_id, [node]), "true"], timeout_s=RESPONSE_S)
+            _run(*step_beside(job_id, [node]), "true", timeout_s=RESPONSE_S)
         except SlurmError:
             return False
         return True
@@ -419,11 +420,11 @@ class SlurmClient:
 
     def hostnames(self, nodelist: str) -> list[str]:
         """Return the names in a node list such as `n[1-4]`, in Slurm's order."""
-        return _run(["scontrol", "show", "hostnames", nodelist], through_sigterm=True).split()
+        return _run("scontrol", "show", "hostnames", nodelist, through_sigterm=True).split()
 
     def node_states(self) -> Fields:
         """Return the state of every node, lower case; `*` at its end: the node does not respond."""
-        return dict(_rows([*_SINFO, "--all", "--format=%N|%T"], 2, through_sigterm=True))
+        return dict(_rows(2, *_SINFO, "--all", "--format=%N|%T", through_sigterm=True))
 
     def missing_commands(self) -> list[str]:
         return [command for command in COMMANDS if shutil.which(command) is None]
@@ -432,16 +433,16 @@ class SlurmClient:
         return os.environ.get("SLURM_CLUSTER_NAME") or self.settings().get("ClusterName", "")
 
     def settings(self) -> Fields:
-        rows = (line.partition("=") for line in _run(["scontrol", "show", "config"]).splitlines())
+        rows = (line.partition("=") for line in _run("scontrol", "show", "config").splitlines())
         return {key.strip(): value.strip() for key, equals, value in rows if equals}
 
     def check_accounting(self) -> None:
         """Query the accounting database; raises SlurmError if none is reachable."""
-        _run(["sacct", "--noheader", "--allocations", "--starttime=now"])
+        _run("sacct", "--noheader", "--allocations", "--starttime=now")
 
     def partition_nodes(self) -> list[PartitionNode]:
         """Return every node of every partition that this user may use."""
-        rows = _rows([*_SINFO, "--format=%P|%a|%N|%T|%c|%m|%G|%f|%E"], 9)
+        rows = _rows(9, *_SINFO, "--format=%P|%a|%N|%T|%c|%m|%G|%f|%E")
         return [
             PartitionNode(
                 partition=partition.removesuffix("*"),
@@ -461,26 +462,21 @@ class SlurmClient:
 
     def partitions(self) -> dict[str, Fields]:
         """Return the fields of every partition that this user may see, such as MaxTime."""
-        lines = _run(["scontrol", "show", "partition", "--oneliner"]).splitlines()
+        lines = _run("scontrol", "show", "partition", "--oneliner").splitlines()
         rows = (dict(re.findall(r"(\w+)=(\S*)", line)) for line in lines)
         return {row["PartitionName"]: row for row in rows if "PartitionName" in row}
 
     def qos_flags(self) -> Fields:
         """Return the flags of every QOS, such as PartitionTimeLimit; empty without accounting."""
-        return dict(_rows([*_SACCTMGR, "qos", "format=name,flags"], 2, accounting=True))
+        return dict(_rows(2, *_SACCTMGR, "qos", "format=name,flags", accounting=True))
 
     def associations(self) -> list[Association]:
         """Return the accounts that this user may charge; empty without accounting."""
-        command = [
-            *_SACCTMGR,
-            "user",
-            login_name(),
-            "withassoc",
-            "format=defaultaccount,account,partition,qos,defaultqos",
-        ]
+        form = "format=defaultaccount,account,partition,qos,defaultqos"
+        rows = _rows(5, *_SACCTMGR, "user", login_name(), "withassoc", form, accounting=True)
         return [
             Association(account, account == default, partition, tuple(qos.split(",")), default_qos)
-            for default, account, partition, qos, default_qos in _rows(command, 5, accounting=True)
+            for default, account, partition, qos, default_qos in rows
         ]
 
 
@@ -502,14 +498,14 @@ def check_configuration_file() -> None:
 
 
 def _rows(
-    command: list[str], columns: int, *, accounting: bool = False, through_sigterm: bool = False
+    columns: int, *command: str, accounting: bool = False, through_sigterm: bool = False
 ) -> list[list[str]]:
     """Return the rows that a command prints, with `|` between columns; others are left out.
 
     `accounting`: no rows if it fails, as a cluster may run without accounting.
     """
     try:
-        lines = _run(command, through_sigterm).splitlines()
+        lines = _run(*command, through_sigterm=through_sigterm).splitlines()
     except SlurmError:
         if not accounting:
             raise
@@ -520,11 +516,11 @@ def _rows(
 
 def _update(*fields: str, cwd: str | None = None) -> str:
     # It may be called by a process of the job itself, after a requeue.
-    return _run(["scontrol", "update", *fields], through_sigterm=True, cwd=cwd)
+    return _run("scontrol", "update", *fields, through_sigterm=True, cwd=cwd)
 
 
 def _run(
-    command: list[str],
+    *command: str,
     through_sigterm: bool = False,
     timeout_s: float = COMMAND_TIMEOUT_S,
     **options: Any,

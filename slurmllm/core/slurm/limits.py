@@ -185,11 +185,9 @@ def _requirements(
     if re.fullmatch(r"[\w.&-]+", value):  # of `|`, counts and brackets Slurm decides
         features = {node.name: {*node.features.split(",")} for node in nodes}
         names = sorted(set().union(*features.values()) - {""})
-        remedy = f"choose of {', '.join(names)}"
-        if not names:
-            remedy = (
-                f"no node of {nodes[0].partition if nodes else 'it'} has features: leave it out"
-            )
+        remedy = f"no node of {nodes[0].partition if nodes else 'it'} has features: leave it out"
+        if names:
+            remedy = f"choose of {', '.join(names)}"
         suited = [node for node in nodes if features[node.name] >= {*value.split("&")}]
         yield f"--constraint {value}", remedy, suited
     for option, amount_of in _AMOUNTS.items():

@@ -145,7 +145,8 @@ def test_an_sbatch_without_an_answer(
 ) -> None:
     monkeypatch.setattr(client, "ADOPTION_S", 0.2)
     monkeypatch.setattr(client, "_RETRY_S", 0.05)
-    monkeypatch.setattr(client._run, "__defaults__", (False, 1.0))
+    defaults = {"through_sigterm": False, "timeout_s": 1.0}
+    monkeypatch.setattr(client._run, "__kwdefaults__", defaults)
     commands("sbatch", f"cat > {tmp_path}/script; {answer}")
     answers = {"appears": "echo 41; echo 42", "never": "echo 41", "unknown": "exit 1"}
     commands("squeue", f'[[ "$*" == *--name=r1-train* ]] || exit 9; {answers[case]}')
