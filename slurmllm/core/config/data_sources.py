@@ -137,15 +137,18 @@ class CorpusShare(Section):
     """Its share of the sequences, relative to the others'."""
 
 
+_ONE_OR_SEVERAL = Discriminator(
+    lambda value: "[several]" if isinstance(value, list | tuple) else "[one]"
+)
 _Blend = Annotated[tuple[CorpusShare, ...], Field(strict=False, min_length=1)]
 _Corpora = Annotated[
-    Annotated[str, Tag("[path]")] | Annotated[_Blend, Tag("[blend]")],
-    Discriminator(lambda value: "[blend]" if isinstance(value, list | tuple) else "[path]"),
+    Annotated[str, Tag("[one]")] | Annotated[_Blend, Tag("[several]")],
+    _ONE_OR_SEVERAL,
 ]
 _Sources = Annotated[
-    Annotated[SourceName, Tag("[name]")]
-    | Annotated[tuple[SourceName, ...], Field(strict=False), Tag("[names]")],
-    Discriminator(lambda value: "[names]" if isinstance(value, list | tuple) else "[name]"),
+    Annotated[SourceName, Tag("[one]")]
+    | Annotated[tuple[SourceName, ...], Field(strict=False), Tag("[several]")],
+    _ONE_OR_SEVERAL,
 ]
 
 

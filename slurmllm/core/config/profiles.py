@@ -47,6 +47,7 @@ _FORMS = {
 }
 TRAINERS = "trainers"  # folder of adapters, beside that of the recipes; part of their names
 _LONGEST_CHAIN = 50  # files
+Chain = list[tuple[Path, Tree]]  # files that extend each other, with their settings
 _NODES = ("device", "devices_per_node")
 _USER_FIELDS = ("cluster", "data", "data_folder", "data_mirrors")
 
@@ -117,7 +118,7 @@ def read_profile(path: Path, folder: Path) -> Tree:
     return reduce(extended, [level for _, level in reversed(chain)])
 
 
-def read_chain(path: Path, folder: Path, kind: str) -> list[tuple[Path, Tree]]:
+def read_chain(path: Path, folder: Path, kind: str) -> Chain:
     """Read a recipe or cluster profile and all that it extends, the file itself first.
 
     `extends` names a shipped file, or one relative to the file's own folder. A file that extends
@@ -131,7 +132,7 @@ def read_chain(path: Path, folder: Path, kind: str) -> list[tuple[Path, Tree]]:
         ConfigError: a file cannot be read, or files extend each other.
     """
     noun = kind.split()[-1]
-    chain: list[tuple[Path, Tree]] = []
+    chain: Chain = []
     following: Path | None = path
     while following is not None:
         files = [file for file, _ in chain]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 from slurmllm.core.config.data_sources import known_address
 from slurmllm.core.config.families import CHOSEN, FAMILIES, gate_block
@@ -17,10 +17,9 @@ from slurmllm.core.config.recipe import num_warmup_steps
 from slurmllm.core.config.variables import has_password
 from slurmllm.core.format import Texts
 
-# Dotted paths, and a check of their values, in order, that returns a fault or an empty text.
-Rule = tuple[Texts, Callable[..., str]]
+Check = Callable[..., str]  # returns a fault, or an empty text
+Rule = tuple[Texts, Check]  # dotted paths, and the check of their values, in order
 RULES: list[Rule] = []  # in the order in which faults are reported
-Check = TypeVar("Check", bound=Callable[..., str])
 
 
 def _rule(*paths: str) -> Callable[[Check], Check]:

@@ -11,6 +11,7 @@ import os
 import re
 import sys
 import textwrap
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
@@ -145,7 +146,7 @@ def field_docstrings() -> Docstrings:
         tree = ast.parse(inspect.getsource(sys.modules[module]))
         for section in (node for node in tree.body if isinstance(node, ast.ClassDef)):
             texts = docs.setdefault(section.name, {})
-            for field, below in zip(section.body, section.body[1:], strict=False):
+            for field, below in pairwise(section.body):
                 if not isinstance(field, ast.AnnAssign) or not isinstance(field.target, ast.Name):
                     continue
                 if isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant):

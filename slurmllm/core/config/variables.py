@@ -87,7 +87,7 @@ def hide_passwords(message: str) -> str:
     return _URL_WITH_PASSWORD.sub(f"://{MASK}@", message)
 
 
-def is_secret_at(path: str, value: object = "") -> bool:
+def is_secret_at(path: str, value: object) -> bool:
     section, _, name = path.rpartition(".")
     return is_secret(name, value) if section in ("env", "cluster.env") else has_password(value)
 

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 PROSE = 24  # least cells of a column of prose
 _GAP = 2  # cells between two columns
+Cells = Sequence[str]  # of a row
 _PIPED_WIDTH = 1_000_000  # a pipe or a log file has no width to fit into
 
 
@@ -59,7 +60,7 @@ def print_line(line: str | Text = "") -> None:
     console().print(line, soft_wrap=True, markup=False)
 
 
-def print_table(headings: Sequence[str], rows: Iterable[Sequence[str]], fold: str = "") -> None:
+def print_table(headings: Cells, rows: Iterable[Cells], fold: str = "") -> None:
     """Print a table without rules; cells of the column with the heading `fold` may be folded."""
     columns = [Column(name, PROSE if fold and name == fold else 0) for name in headings]
     heading, *lines = fitted(columns, list(rows), width()).lines
@@ -69,7 +70,7 @@ def print_table(headings: Sequence[str], rows: Iterable[Sequence[str]], fold: st
 
 
 def fitted(
-    columns: Sequence[Column], rows: Sequence[Sequence[str]], room: int, one_line: bool = False
+    columns: Sequence[Column], rows: Sequence[Cells], room: int, one_line: bool = False
 ) -> Fitted:
     """Fit a table into a width: drop columns, then fold those that may be.
 
@@ -128,7 +129,7 @@ def _cell_lines(cell: str, room: int, one_line: bool) -> list[str]:
     return lines
 
 
-def markdown_table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+def markdown_table(headings: Cells, rows: Iterable[Cells]) -> str:
     lines = [headings, ["---"] * len(headings), *rows]
     cells = ([printable(cell).replace("|", "\\|") for cell in line] for line in lines)
     return "".join(f"| {' | '.join(line)} |\n" for line in cells)
@@ -147,9 +148,7 @@ def csv_text(rows: Sequence[Values]) -> str:
     return stream.getvalue()
 
 
-def data_frame(
-    values: Values | Sequence[Values], columns: Sequence[str] | None = None
-) -> pandas.DataFrame:
+def data_frame(values: Values | Sequence[Values], columns: Cells | None = None) -> pandas.DataFrame:
     """Return a data frame of columns by name, or of rows; raise UserError without pandas."""
     try:
         import pandas

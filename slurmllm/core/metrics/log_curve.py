@@ -29,7 +29,7 @@ def curve_of_log(
     log: Log,
     name: str,
     tags: Tags,
-    selection: Mapping[str, str] | None = None,
+    selection: Mapping[str, str] | None,
 ) -> Curve:
     """Convert a log to a curve; arguments as of `source.read_curve`.
 

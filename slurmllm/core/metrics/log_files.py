@@ -62,7 +62,7 @@ class LogFile:
         self._count = 0  # rows that were taken
         self._rows: Rows = []  # of a document
 
-    def take_new(self, last: bool = False) -> Rows:
+    def take_new(self, last: bool) -> Rows:
         info = self._path.stat()
         state = (info.st_ino, info.st_size, info.st_mtime_ns)
         if state == self._state and self.reader.is_document:

@@ -41,10 +41,6 @@ class RowBlock:
     columns: Mapping[str, Floats]  # metrics that at least one of the rows has [rows]
     absent: Mapping[str, Flags] = field(default_factory=dict)  # rows that lack a metric [rows]
 
-    def column(self, name: str) -> Floats:
-        """Return the values of a metric, NaN if no row has it. [rows]"""
-        return self.columns[name] if name in self.columns else np.full(len(self.steps), np.nan)
-
 
 def number_attempts(blocks: list[RowBlock]) -> list[RowBlock]:
     """Number the attempts of rows that name none: one begins where the step goes back."""
@@ -130,7 +126,9 @@ def join_columns(blocks: Sequence[RowBlock]) -> tuple[dict[str, Floats], dict[st
     for key in COLUMNS:
         if not any(key in block.columns for block in blocks):
             continue
-        columns[key] = np.concatenate([block.column(key) for block in blocks])
+        columns[key] = np.concatenate(
+            [block.columns.get(key, np.full(len(block.steps), np.nan)) for block in blocks]
+        )
         if any(key not in block.columns or key in block.absent for block in blocks):
             lacking = [
                 block.absent.get(key, np.full(len(block.steps), key not in block.columns))

@@ -135,7 +135,7 @@ def read_curve(
         raise read_error(source, error, "log") from error
 
 
-def read_log(source: Path, tags: Tags, pattern: str | None = None) -> Log | None:
+def read_log(source: Path, tags: Tags, pattern: str | None) -> Log | None:
     """Read a log of another framework; None if it is one of ours. Raises also OSError."""
     refuse_removed_format(source)
     if not source.is_file():

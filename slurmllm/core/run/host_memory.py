@@ -48,8 +48,13 @@ def count_oom_kills() -> int:
 
     Of the machine, where the group has no such count.
     """
-    names = {True: "memory.events", False: "memory.oom_control"}
-    for path in (*(group / names[unified] for group, unified in _memory_groups()), _VMSTAT):
+    for path in (
+        *(
+            group / ("memory.events" if unified else "memory.oom_control")
+            for group, unified in _memory_groups()
+        ),
+        _VMSTAT,
+    ):
         with suppress(OSError):
             for line in path.read_text("ascii").splitlines():
                 if line.startswith("oom_kill "):

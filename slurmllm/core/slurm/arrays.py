@@ -22,6 +22,7 @@ from slurmllm.core.slurm.setup import limits_script, setup_faults, setup_script,
 
 # Below Slurm's default MaxArraySize of 1001.
 MOST_TASKS = 1000
+Directives = Mapping[str, str | bool]
 _POLL_S = 1.0  # submitit looks for a file of each job, on the shared file system
 
 
@@ -35,7 +36,7 @@ class SlurmOptions:
     qos: str | None = None
     setup: tuple[str, ...] = ()  # cluster.setup
     python: str | None = None  # cluster.python; None: this interpreter
-    directives: Mapping[str, str | bool] = field(default_factory=dict)  # further options
+    directives: Directives = field(default_factory=dict)  # further options
     # Arguments that start a job's task in cluster.container, for the folders that it is shown, or
     # options of srun that do; none by default.
     container: Callable[[Sequence[Path]], Sequence[str]] = lambda folders: ()
@@ -173,7 +174,7 @@ def _result(job: Any) -> Any:
 def slurm_options(
     cluster: str | None,
     fields: Mapping[str, Any],
-    directives: Mapping[str, str | bool] | None = None,
+    directives: Directives | None = None,
 ) -> SlurmOptions:
     """Return options of an array, with what the profile `cluster`, or the user's default one, has.
 

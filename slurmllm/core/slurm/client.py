@@ -57,6 +57,7 @@ _SINFO = ["sinfo", "--noheader", "--Node"]
 _SACCTMGR = ["sacctmgr", "--noheader", "--parsable2", "show"]
 T = TypeVar("T")
 Fields = dict[str, str]  # by name
+Names = Sequence[str]  # of jobs or nodes
 log = logging.getLogger(__name__)
 # All commands that slurmllm calls; srun and sbcast are called inside the jobs.
 COMMANDS = ("sbatch", "squeue", "sacct", "scontrol", "scancel", "sinfo", "srun", "sbcast")
@@ -186,7 +187,7 @@ def wait_for(condition: Callable[[], object], patience_s: float, poll_s: float) 
     return True
 
 
-def step_beside(job_id: str, nodes: Sequence[str]) -> list[str]:
+def step_beside(job_id: str, nodes: Names) -> list[str]:
     """Return the command of a step with a task on each of `nodes`, while other steps run.
 
     The step shares CPUs (--overlap) and memory (--mem=0) of the job's other steps.
@@ -207,7 +208,7 @@ class SlurmClient:
         self,
         script: str,
         after_ok: str | None = None,
-        exclude: Sequence[str] = (),
+        exclude: Names = (),
         requeue: bool = True,
         after: str | None = None,
         name: str | None = None,
@@ -273,7 +274,7 @@ class SlurmClient:
             f"{unanswered}; no job of the submission appeared in {ADOPTION_S:g} s; later, {fix}"
         )
 
-    def can_start(self, script: str, exclude: Sequence[str]) -> bool:
+    def can_start(self, script: str, exclude: Names) -> bool:
         """Return whether a job could start, now or later, without these nodes (sbatch --test-only).
 
         Slurm itself counts the nodes that the job may use: partitions, features, reservation,
@@ -288,7 +289,7 @@ class SlurmClient:
             return not _NO_NODES.search(str(error))
         return True
 
-    def _sbatch(self, script: str, exclude: Sequence[str], *options: str, **kwargs: Any) -> str:
+    def _sbatch(self, script: str, exclude: Names, *options: str, **kwargs: Any) -> str:
         # sbatch uses only the last --exclude.
         names = list(dict.fromkeys([*_EXCLUDE.findall(script), *exclude]))
 
@@ -298,7 +299,7 @@ class SlurmClient:
 
         return self._with_known(names, sbatch)
 
-    def _with_known(self, nodes: Sequence[str], call: Callable[[str], str]) -> str:
+    def _with_known(self, nodes: Names, call: Callable[[str], str]) -> str:
         """Call with a list of nodes; if Slurm refuses it, again without those not in slurm.conf."""
         try:
             return call(",".join(nodes))
@@ -318,7 +319,7 @@ class SlurmClient:
         if options:
             _run("srun", *options, "--version")  # reads the options before it prints
 
-    def queue(self, job_ids: Sequence[str]) -> dict[str, QueuedJob]:
+    def queue(self, job_ids: Names) -> dict[str, QueuedJob]:
         """Return those of the jobs that slurmctld still has in memory, by id."""
         if not job_ids:
             return {}
@@ -332,7 +333,7 @@ class SlurmClient:
             raise
         return {row[0]: QueuedJob(*(f.removesuffix("(null)") for f in row)) for row in rows}
 
-    def jobs_with_output(self, names: Sequence[str], paths: Sequence[Path]) -> list[str]:
+    def jobs_with_output(self, names: Names, paths: Sequence[Path]) -> list[str]:
         """Return this user's jobs of some names that write their output into one of some files."""
         form = "--Format=JobID:30,STDOUT:4096"
         output = _run("squeue", "--noheader", "--me", f"--name={','.join(names)}", form)
@@ -373,7 +374,7 @@ class SlurmClient:
             *(fields.get(name, "") for name in details),
         )
 
-    def cancel(self, job_ids: Sequence[str], kill: bool = False) -> None:
+    def cancel(self, job_ids: Names, kill: bool = False) -> None:
         """Cancel jobs or steps, `kill` by SIGKILL; those that have ended are ignored."""
         if job_ids:
             _run("scancel", "--quiet", *(["--signal=KILL"] if kill else []), "--", *job_ids)
@@ -383,12 +384,12 @@ class SlurmClient:
         rows = _rows(2, "squeue", "--noheader", "--steps", f"--jobs={job_id}", "--format=%i|%j")
         return [step for step, step_name in rows if step_name == name]
 
-    def shrink(self, job_id: str, nodes: Sequence[str]) -> None:
+    def shrink(self, job_id: str, nodes: Names) -> None:
         """Reduce a running job to some of its nodes, if SchedulerParameters permit it."""
         with tempfile.TemporaryDirectory() as folder:  # scontrol leaves scripts in its folder
             _update(f"JobId={job_id}", f"NodeList={','.join(nodes)}", cwd=folder)
 
-    def exclude(self, job_id: str, nodes: Sequence[str]) -> None:
+    def exclude(self, job_id: str, nodes: Names) -> None:
         """Set the excluded nodes of a pending job; Slurm refuses this for a running job.
 
         Nodes that are not in slurm.conf are left out.

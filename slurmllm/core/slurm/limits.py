@@ -17,6 +17,7 @@ from slurmllm.core.format import format_names, format_plural
 from slurmllm.core.slurm.client import PartitionNode, SlurmClient, count_gpus
 from slurmllm.core.slurm.site import Partition, Site
 
+Nodes = Sequence[PartitionNode]
 Options = Mapping[str, str]  # sbatch's, by long name, and fields of the profile
 EQUAL_NODES = "each step may take as long as on the slowest; --constraint or --exclude: equal ones"
 _MB = {"K": 1 / 1024, "": 1, "M": 1, "G": 1024, "T": 1024**2}
@@ -94,9 +95,10 @@ def _check(options: Options, partition: Partition, client: SlurmClient) -> Limit
         fault = f"{title} is {state} until an administrator sets it to UP; another --partition"
         (warnings if state == "DOWN" else faults).append(fault)
     away = [f"{node.name} {node.state}" for node in fitting if not node.in_service]
-    if len(fitting) >= fewest > len(fitting) - len(away):
+    in_service = len(fitting) - len(away)
+    if len(fitting) >= fewest > in_service:
         warnings.append(
-            f"{title}: {len(fitting) - len(away)} of {fewest} nodes are in service "
+            f"{title}: {in_service} of {fewest} nodes are in service "
             f"({format_names(away)}); the job waits for them: `sinfo --list-reasons`"
         )
     if num_nodes > 1 and (difference := describe_difference(fitting)):
@@ -104,14 +106,12 @@ def _check(options: Options, partition: Partition, client: SlurmClient) -> Limit
     return LimitCheck(faults, warnings)
 
 
-def suitable_nodes(
-    options: Options, nodes: Sequence[PartitionNode], client: SlurmClient
-) -> list[PartitionNode]:
+def suitable_nodes(options: Options, nodes: Nodes, client: SlurmClient) -> list[PartitionNode]:
     suited = [fitting for _, _, fitting in _requirements(options, nodes, client)]
     return [node for node in nodes if all(node in fitting for fitting in suited)]
 
 
-def describe_difference(nodes: Sequence[PartitionNode]) -> str:
+def describe_difference(nodes: Nodes) -> str:
     """Return `nodes differ: 3 × 4 CPUs, 1 × 2 CPUs (n4)`; empty if all are alike."""
     largest = max((node.memory_mb for node in nodes), default=0)
     kinds: dict[tuple[str, str, str], list[str]] = {}
@@ -170,8 +170,8 @@ def _limit_faults(options: Options, partition: Partition, title: str) -> Iterato
 
 
 def _requirements(
-    options: Options, nodes: Sequence[PartitionNode], client: SlurmClient
-) -> Iterator[tuple[str, str, Sequence[PartitionNode]]]:
+    options: Options, nodes: Nodes, client: SlurmClient
+) -> Iterator[tuple[str, str, Nodes]]:
     """Yield option, remedy, and the nodes that have what the option requires of each node."""
     fewest, num_nodes = _node_range(options)
     yield f"--nodes {fewest}", f"choose {len(nodes)} or fewer", nodes
