@@ -396,8 +396,12 @@ class Recipe(Section):
     def _has_command_or_training(cls, values: Any) -> Any:
         if not isinstance(values, Mapping) or values.get("command") is None:
             return values
-        sections = {"model": ModelConfig, "train": TrainConfig, "optim": OptimConfig}
-        return {**values, **{name: absent_section(kind, name) for name, kind in sections.items()}}
+        return {
+            **values,
+            "model": absent_section(ModelConfig, "model"),
+            "train": absent_section(TrainConfig, "train"),
+            "optim": absent_section(OptimConfig, "optim"),
+        }
 
     def require_training(self, feature: str, fix: str) -> None:
         """Raise ConfigError if the recipe has a command, and `feature` is of our own trainings."""

@@ -20,7 +20,7 @@ import numpy as np
 from slurmllm.core.errors import RunError
 from slurmllm.core.format import format_names
 from slurmllm.core.metrics.curves import DamageWarning, SourceKind
-from slurmllm.core.metrics.log_series import Log, LogReader, Rows, TagSeries
+from slurmllm.core.metrics.log_series import Log, LogReader, Rows, SeriesByTag
 from slurmllm.core.metrics.tags import Tags
 
 _MAX_DEPTH = 3
@@ -228,9 +228,7 @@ def _tensor_scalar(value: Any) -> float | None:
     return float(tensor.item()) if tensor.size == 1 and tensor.dtype.kind in "fiu" else None
 
 
-def _steps_from_tag(
-    series: dict[str, TagSeries], key: str | None, path: Path
-) -> dict[str, TagSeries]:
+def _steps_from_tag(series: SeriesByTag, key: str | None, path: Path) -> SeriesByTag:
     """Replace the events' steps by the values of the tag `key`, if the user named one."""
     if key is None or key not in series:
         return series

@@ -52,6 +52,9 @@ class TagSeries:
         return TagSeries(self.order[rows], self.steps[rows], self.values[rows], times)
 
 
+SeriesByTag = dict[str, TagSeries]
+
+
 @dataclass(frozen=True)
 class TextSeries:
     """The texts of a column, such as the split or the rank of its row."""
@@ -160,7 +163,7 @@ class RowCollector:
         losses = [len(rows) for key, (rows, _) in self._columns.items() if "loss" in key.lower()]
         return self._taken[0] + max(losses, default=0), self._taken[1] + len(self)
 
-    def series(self, steps: Ints, times: Floats | None = None) -> dict[str, TagSeries]:
+    def series(self, steps: Ints, times: Floats | None = None) -> SeriesByTag:
         """Return the columns of the rows that have a step (0 or more). [rows]"""
         series = {}
         for key, (numbers, values) in self._columns.items():

@@ -327,9 +327,9 @@ def _read_settings(run: RunDir, warnings: list[str]) -> dict[str, Setting]:
     versions = _read_mapping(run.graphs_manifest, warnings).get("versions")
     if versions is None:  # it has no graphs: those of a node of the last attempt
         try:
-            folders = [attempt.node("").parent for attempt in run.attempts("train")[-1:]]
-            records = sorted(path for folder in folders for path in folder.glob("*.json"))
-            versions = _read_mapping(records[0], warnings).get("versions") if records else None
+            for attempt in run.attempts("train")[-1:]:
+                for path in sorted(attempt.node("").parent.glob("*.json"))[:1]:
+                    versions = _read_mapping(path, warnings).get("versions")
         except OSError as error:
             warnings.append(f"cannot read the attempts of {run.path}: {os_error_text(error)}")
     if isinstance(versions, dict):

@@ -13,6 +13,7 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import yaml
 
+from slurmllm.core.format import Json
 from slurmllm.core.run.records import EndingClass
 
 # In the order of the search in a message that matches several rows. The device's before the
@@ -71,7 +72,7 @@ def read_table(path: Path) -> Any:
     return yaml.load(path.read_text("utf-8"), Loader=loader)  # noqa: S506 - both are safe
 
 
-def read_rows(path: Path) -> list[dict[str, Any]]:
+def read_rows(path: Path) -> list[Json]:
     return list(read_table(path))
 
 

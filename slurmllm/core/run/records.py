@@ -79,7 +79,8 @@ Phase = Literal[
 # be written by others. An id may be that of an array's task or of a part of a heterogeneous job.
 JobId = Annotated[str, Field(pattern=r"^[0-9]{1,18}(_[0-9]{1,18})?(\+[0-9]{1,18})?$")]
 NodeName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,254}$")]
-Versions = dict[str, str]  # by name of the library or driver
+ByName = dict[str, str]
+Versions = ByName  # by name of the library or driver
 ByRank = dict[int, int]
 Ranks = tuple[int, ...]
 PhaseSeconds = dict[str, float]
@@ -191,7 +192,7 @@ class Submission(Record):
         return [job for job in jobs if job is not None]
 
     @property
-    def jobs(self) -> dict[str, str]:
+    def jobs(self) -> ByName:
         """Its present Slurm jobs: precompile, train, successor → job id."""
         names = ("precompile", "train", "successor")
         return {name: job for name in names if (job := getattr(self, f"{name}_job")) is not None}
@@ -233,7 +234,7 @@ class SweepCase(Record):
     """One run of a sweep."""
 
     run: RunName
-    values: dict[str, str]  # dotted path → value, as given
+    values: ByName  # dotted path → value, as given
 
 
 class SweepRecord(Record):
@@ -249,7 +250,7 @@ class SweepRecord(Record):
     cases: tuple[SweepCase, ...]
 
     @property
-    def labels(self) -> dict[str, str]:
+    def labels(self) -> ByName:
         """Dotted path of each value → its last part, or the path if several have that part."""
         last = {path: path.rpartition(".")[2] for case in self.cases for path in case.values}
         names = list(last.values())
@@ -519,7 +520,7 @@ class NodeRecord(Record):
     cache_s: float = 0.0  # seconds to put the graphs in place
     compile_s: float = 0.0  # precompile: of the compiler, after steps
     # The workers' variables of backend, profile and recipe on this node; unset ones are missing.
-    environment: dict[str, str] = {}
+    environment: ByName = {}
     versions: Versions = {}  # of driver, runtime, …
     graphs: Texts = ()  # precompile: folders in the cache
     # Names of the graphs that this node compiled in training and submitted.

@@ -14,9 +14,9 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import cache
 from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from slurmllm.core.format import Texts
+from slurmllm.core.format import Json, Texts
 from slurmllm.core.run.error_patterns import read_rows
 from slurmllm.core.run.records import Fault, LaunchFailure
 
@@ -131,7 +131,7 @@ def _options_in(
 
 
 @cache
-def waiting_reasons() -> list[dict[str, Any]]:
+def waiting_reasons() -> list[Json]:
     return read_rows(Path(__file__).with_name("waiting_reasons.yaml"))
 
 
