@@ -42,7 +42,10 @@ def load(path: Path, *, trusted: bool = False) -> RunConfig:
     return _load(path, trusted, _signature(path), _signature(RunDir(path.parent).secrets))
 
 
-def _signature(path: Path) -> tuple[int, ...] | None:
+Signature = tuple[int, ...] | None  # of a file; None: there is none
+
+
+def _signature(path: Path) -> Signature:
     """Return what changes with a file's content, owner or mode; None if there is no file."""
     with suppress(OSError):
         status = path.stat()
@@ -51,7 +54,7 @@ def _signature(path: Path) -> tuple[int, ...] | None:
 
 
 @lru_cache(maxsize=16)
-def _load(path: Path, trusted: bool, *_: tuple[int, ...] | None) -> RunConfig:
+def _load(path: Path, trusted: bool, *_: Signature) -> RunConfig:
     tree, origins = _read(path, trusted)
     # Masked values stay masked if the file of secrets is another user's or unreadable.
     sections = {"env": tree.get("env")}

@@ -174,7 +174,7 @@ def open_log(path: Path, warnings: list[str]) -> BinaryIO:
     """
     stream = open_regular(path)
     begin = stream.peek()
-    if refusal := foreign_format(str(path), begin, {".gz": "gzip"}.get(path.suffix, "")):
+    if refusal := foreign_format(str(path), begin, "gzip" if path.suffix == ".gz" else ""):
         stream.close()
         raise RunError(refusal)
     if path.suffix != ".gz":
