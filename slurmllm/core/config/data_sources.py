@@ -179,7 +179,6 @@ class DataConfig(Section):
 
     @property
     def corpora(self) -> tuple[CorpusShare, ...]:
-        """The corpora; empty if none is set."""
         if isinstance(self.corpus, str):
             return (CorpusShare(path=self.corpus),)
         return self.corpus or ()

@@ -281,7 +281,6 @@ class OptimConfig(Section):
         return settings
 
     def warmup(self, total_steps: int) -> int:
-        """Return steps of the warm-up in a run of `total_steps`."""
         return num_warmup_steps(self.warmup_steps, self.warmup_ratio, total_steps)
 
 

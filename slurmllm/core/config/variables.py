@@ -83,7 +83,6 @@ def has_password(value: object) -> bool:
 
 
 def hide_passwords(message: str) -> str:
-    """Return a text whose addresses have no user and password."""
     return _URL_WITH_PASSWORD.sub(f"://{MASK}@", message)
 
 

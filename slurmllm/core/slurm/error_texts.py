@@ -135,7 +135,7 @@ def waiting_reasons() -> list[Json]:
     return read_rows(Path(__file__).with_name("waiting_reasons.yaml"))
 
 
-def explain_waiting(reason: str, job_id: str, run: str, stage: str) -> tuple[str, str]:
+def explain_waiting(reason: str, job_id: str, run: str, stage: str = "train") -> tuple[str, str]:
     """Return the meaning of a reason, empty if it is unknown, and what to do about it."""
     phrase = reason.replace("_", " ")  # as scontrol writes blanks
     row = next(
