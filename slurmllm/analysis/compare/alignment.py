@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from decimal import Decimal, DecimalTuple
 from typing import Literal
@@ -222,7 +223,7 @@ def counted_apart(a: Curve, b: Curve) -> tuple[int, int] | None:
             if same.all() and len(np.unique(values)) >= _MIN_POINTS:
                 apart = np.flatnonzero(steps_a[rows_a] != steps_b[rows_b])
                 if len(apart):
-                    return int(steps_a[row_a + apart[0]]), int(steps_b[row_b + apart[0]])
+                    return steps_a[row_a + apart[0]], steps_b[row_b + apart[0]]
                 break
     return None
 
@@ -328,7 +329,7 @@ class Alignment:
     @property
     def only(self) -> list[Ranges]:
         return [
-            ranges(np.setdiff1d(whole.steps, used.steps), whole.steps)
+            ranges(np.setdiff1d(whole.steps, used.steps, True), whole.steps)
             for whole, used in zip(self._whole, self._used, strict=True)
         ]
 
@@ -383,7 +384,7 @@ def _printed_unit(values: Floats, kind: SourceKind) -> Floats:
     if kind == "tensorboard":
         return np.spacing(abs(values).astype(np.float32)).astype(np.float64)
     printed = decimals(values)
-    digits = num_digits(values)
+    digits = num_digits(printed)
     # Values that are constant, or few, may end in zeros that are printed.
     if (kind != "text" and not (digits in _PRINTED_DIGITS and len(printed) > 3)) or not printed:
         return np.zeros(len(values))
@@ -400,16 +401,16 @@ def decimals(values: Floats) -> list[DecimalTuple]:
     return [Decimal(repr(value)).normalize().as_tuple() for value in sample]
 
 
-def num_digits(values: Floats) -> int:
-    """Return the most significant digits that values need."""
-    return max((len(number.digits) for number in decimals(values)), default=0)
+def num_digits(numbers: Sequence[DecimalTuple]) -> int:
+    """Return the most significant digits that a number has."""
+    return max((len(number.digits) for number in numbers), default=0)
 
 
 def printed_digits(curve: Curve, values: Floats) -> int:
     """Return how many significant digits a log prints of values of a column."""
     if curve.kind == "tensorboard" or (curve.kind == "run" and "command.run" not in curve.settings):
         return ALL_DIGITS
-    return num_digits(values)
+    return num_digits(decimals(values))
 
 
 def ranges(picked: Ints, among: Ints) -> Ranges:

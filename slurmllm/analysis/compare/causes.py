@@ -53,7 +53,7 @@ def explain(
         evidence = clue_table()["counted_apart"].text.format(
             letter=alignment.letter, step_a=same_point[0], step_b=same_point[1]
         )
-        step = int(alignment.steps[0])
+        step = alignment.steps[0]
         return (Cause(kind="logging", confidence="certain", step=step, evidence=evidence),)
     departing = [metric for metric in results.values() if metric.departs]
     onsets = [metric.onset_step for metric in departing if metric.onset_step is not None]
@@ -78,7 +78,7 @@ def _rank(
     first = _not_finite(observation, letter)
     within = bool(first) and onset == first[0].step  # what differed before is no cause of it
     starts = [start for start in (onset, observation.first) if start is not None]
-    step = min(starts, default=int(observation.points["loss"].steps[0]))
+    step = min(starts, default=observation.points["loss"].steps[0])
     if onset is not None and (within or not shared):
         step = onset
     clues: list[str] = []
@@ -218,14 +218,14 @@ def _select_settings(
     steps = observation.points["loss"].steps
     row = int(steps.searchsorted(step))
     noisy = observation.jumped or row == 0
-    limit = max(step, int(steps[min(row + noisy * SLACK_POINTS, len(steps) - 1)]))
+    limit = max(step, steps[min(row + noisy * SLACK_POINTS, len(steps) - 1)])
     if observation.onset is not None and observation.below(TINY, slice(EARLY_POINTS)):
         # What made them diverge may have begun after the first difference.
         limit = max(limit, observation.onset)
     restarts = np.concatenate((a.restarts, b.restarts))
     restarted = ((restarts > steps[0]) & (restarts <= step + 1)).any()
     all_along = row < SLACK_POINTS or observation.jumped or restarted
-    recent = int(steps[max(row - SLACK_POINTS, 0)])
+    recent = steps[max(row - SLACK_POINTS, 0)]
     differences = []
     for setting in settings:
         explains = all_along and not (setting.kind == "lr" and observation.jumped)
@@ -280,7 +280,7 @@ def _of_clues(clues: Sequence[str], observation: Observation, b: Curve, letter: 
         )
         if kind == "gradient" and not causes:
             row = int(b.steps.searchsorted(step))
-            attempt = int(b.attempts[min(row, len(b.attempts) - 1)])
+            attempt = b.attempts[min(row, len(b.attempts) - 1)]
             if nodes := b.nodes.get(attempt):
                 names = format_names(nodes, 8)
                 evidence += f"; attempt {attempt} of {letter} on {names} made it"

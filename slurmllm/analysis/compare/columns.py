@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from slurmllm.analysis.compare.alignment import Points, num_digits, ranges
+from slurmllm.analysis.compare.alignment import Points, decimals, num_digits, ranges
 from slurmllm.analysis.compare.divergence import largest_rise
 from slurmllm.analysis.compare.result import Cause, Confidence, Kind
 from slurmllm.core.metrics.curves import Floats, Ints, describe_ranges, median, signed_difference
@@ -82,7 +82,7 @@ class Observation:
         self.r = {name: signed_difference(p.a, p.b) for name, p in self.points.items()}
         self.finite = all(np.isfinite(r).all() for r in self.r.values())
         self.starts = {
-            name: int(self.points[name].steps[(r != 0).argmax()])
+            name: self.points[name].steps[(r != 0).argmax()]
             for name, r in self.r.items()
             if r.any()
         }
@@ -93,7 +93,7 @@ class Observation:
             for name, p in self.points.items()
         }
         row = self.rows["loss"]
-        self.before = int(points["loss"].steps[row - 1]) if row else None
+        self.before = points["loss"].steps[row - 1] if row else None
         self.gap = 1 if self.first is None else max(1, self.first - (self.before or 0))
 
     def _find_jump(self) -> bool:
@@ -109,7 +109,7 @@ class Observation:
             segment = r[begin:end]
             offset = largest_rise(segment, len(segment))
             if offset is not None and abs(segment[offset]) > _LAST_DIGITS:
-                rises[name] = (begin + offset, int(steps[begin + offset]))
+                rises[name] = (begin + offset, steps[begin + offset])
         if not rises or min(step for _, step in rises.values()) > onset:
             return False
         end = min(rises.values())[0] + _JUMP_POINTS
@@ -154,7 +154,7 @@ class Observation:
             # of other gradients may part slowly, gradients of other losses show in their first
             # digits.
             values = self.values(other)[0][:_CORRELATED]
-            digits = num_digits(values)
+            digits = num_digits(decimals(values))
             far = name == "loss" and median(self.size(name)) > _FAR * 10.0**-digits
             varied = (digits > 6 or far) and len(np.unique(values)) >= _MIN_POINTS
             if varied and not same.any() and not self.factor("grad_norm"):

@@ -376,9 +376,9 @@ def _compare_metric(
     # Two NaNs have the same bits and yet do not match: neither run has a value there.
     beyond = ~finite | (~points.same if exact else abs(r) > limits.bias)
     departure = _first_step(steps, beyond)
-    size = float(abs(r[beyond.argmax()]))
+    size = abs(r[beyond.argmax()])
     rule, onset = _departure_rule(steps, detected, finite, departure, exact, band)
-    at_onset = math.nan if onset is None else float(abs(r[steps.searchsorted(onset)]))
+    at_onset = math.nan if onset is None else abs(r[steps.searchsorted(onset)])
     power = max(detected.power, 0.0 if rule else abs(detected.mean))  # that mean was not found
     if not unequal.any():
         # At a chance of 1 in 200 a larger bias leaves all printed digits as they are.

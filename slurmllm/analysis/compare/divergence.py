@@ -24,7 +24,6 @@ from statistics import NormalDist
 from typing import Literal
 
 import numpy as np
-from scipy import ndimage
 
 from slurmllm.core.metrics.curves import Flags, Floats, Ints, argmax, median
 
@@ -95,7 +94,7 @@ def detect_divergence(
     if not (is_short or after_identical):
         power += error_of_mean(r)
     noise = spread.median if spread else None
-    result = DivergenceResult(noise=noise, mean=float(r.mean()), power=power)
+    result = DivergenceResult(noise=noise, mean=r.mean(), power=power)
     if not (abs(r) > tolerance).any():
         return result
     scattered = False
@@ -285,9 +284,9 @@ class Scatter:
         return np.minimum(places // self.size, len(self.sigma) - 1)
 
     def medians(self, values: Floats) -> Floats:
-        """Return the median of each block. [blocks]"""
-        blocks = np.arange(len(self.sigma))
-        return np.asarray(ndimage.median(values, self.block(np.arange(len(values))), blocks))
+        edge = (len(self.sigma) - 1) * self.size
+        whole = np.median(values[:edge].reshape(-1, self.size), axis=1)
+        return np.append(whole, np.median(values[edge:]))
 
     @property
     def median(self) -> float:

@@ -64,7 +64,7 @@ class SettingDifference:
 
 def find_differences(a: Curve, b: Curve, alignment: Alignment) -> list[SettingDifference]:
     """Find the differences at the compared points, the earliest first."""
-    first, last = int(alignment.steps[0]), int(alignment.steps[-1])
+    first, last = alignment.steps[0], alignment.steps[-1]
     candidates = (
         _compare_data(a, b, first),
         compare_skips(a, b, alignment.letter),
@@ -158,13 +158,13 @@ def _compare_learning_rates(a: Curve, b: Curve, alignment: Alignment) -> Setting
     if not different.any():
         return None
     i = argmax(different)
-    step, values = int(lr.steps[i]), f"{lr.a[i]:.6g} and {lr.b[i]:.6g}"
+    step, values = lr.steps[i], f"{lr.a[i]:.6g} and {lr.b[i]:.6g}"
     sentence = f"learning rates differ from step {step} ({values})"
     shifted = exact and _is_shifted(lr, tolerance)
     if shifted:
         sentence += ": they are the same one step apart, logged or counted so (optim.step_count)"
     for letter, curve in (("A", a), (alignment.letter, b)):
-        began = int(curve.attempts[: np.searchsorted(curve.steps, step) + 1][-1])
+        began = curve.attempts[: np.searchsorted(curve.steps, step) + 1][-1]
         if changed := describe_schedule_change(curve, 0, began):
             sentence += f": the schedule of {letter} was changed {changed}"
     return SettingDifference(step, sentence, "lr", uncertain=shifted)
@@ -186,14 +186,14 @@ def _is_shifted(lr: Points, tolerance: float) -> bool:
 
 def _compare_tokens(a: Curve, b: Curve, alignment: Alignment) -> SettingDifference | None:
     by_step = alignment.axis == "step" and alignment.method == "exact"
-    tokens, step = alignment.points_of("tokens").as_printed(a, b), int(alignment.steps[0])
+    tokens, step = alignment.points_of("tokens").as_printed(a, b), alignment.steps[0]
     sides = [curve.series("tokens") for curve in (a, b)]
     if by_step:
         different = _other_increments(tokens)
         if not different.any():
             return None
         i = argmax(different)
-        step, sides = int(tokens.steps[i]), [(tokens.steps, tokens.a), (tokens.steps, tokens.b)]
+        step, sides = tokens.steps[i], [(tokens.steps, tokens.a), (tokens.steps, tokens.b)]
     # On other axes tokens so far differ anyway; their number per step must not.
     of_a, of_b = (_median_tokens(*side) for side in sides)
     if of_a is None or of_b is None:

@@ -200,7 +200,7 @@ def growth_of(metric: Metric, steps: Ints, values: Floats, window: int, threshol
     rise = means - lowest
     finite = np.flatnonzero(np.isfinite(rise))
     ends = steps[window - 1 :]
-    top = int(finite[rise[finite].argmax()])
+    top = finite[rise[finite].argmax()]
     # The standard error of a mean of `window` steps is noise / √window.
     noise = _NOISE_ERRORS * noise_of(values) / math.sqrt(window)
     # A gradient norm grows by itself, as the loss falls: only a multiple is a sign.
@@ -244,7 +244,7 @@ def grad_norm_of(
         grown[~np.isfinite(grown)] = 0.0
         if grown.any():
             top = argmax(grown)
-            growth, growth_step = float(grown[top]), int(steps[window - 1 + top])
+            growth, growth_step = grown[top], steps[window - 1 + top]
     return GradNorm(
         ratio_median=median(ratios) if ratios else None,
         ratio_largest=max(ratios, default=None),
@@ -259,7 +259,7 @@ def param_norm_of(steps: Ints, norms: Floats | None) -> ParamNorm | None:
         return None
     finite = np.isfinite(norms)
     steps, norms = steps[finite], norms[finite]
-    first, last = float(norms[0]), float(norms[-1])
+    first, last = norms[0], norms[-1]
     half = len(norms) // 2
     steps, norms = steps[half:], norms[half:]
     slope: float | None = None
