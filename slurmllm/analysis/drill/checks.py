@@ -148,8 +148,9 @@ def check_recovery(
     """Compare a run that had a fault, and has ended, with the reference."""
     attempts = load_attempts(run, "train")
     if not injection:
-        never = "the injector never started there"
-        injection = Injection(kind=kind, attempt=-1, node="", time=0.0, missed=never)
+        injection = Injection(
+            kind=kind, attempt=-1, node="", time=0.0, missed="the injector never started there"
+        )
     hit = next((a for a in attempts if a.attempt == injection.attempt), None)
     untested = "no fault was injected" if injection.missed else ""
     faults = [] if state == "done" else [f"did not finish: {state}"]
@@ -269,8 +270,10 @@ def recovery_times(run: RunDir, injection: Injection) -> RecoveryTimes | None:
         "start_up_s": min(start_up_s, phases_s["start_up"]),
         "first_step_s": phases_s["first_step"],
     }
-    rounded = {name: round(seconds, 3) for name, seconds in times.items()}
-    return RecoveryTimes(total_s=round(recovery.seconds - before_s, 3), **rounded)
+    return RecoveryTimes(
+        total_s=round(recovery.seconds - before_s, 3),
+        **{name: round(seconds, 3) for name, seconds in times.items()},
+    )
 
 
 def judge_resume(run: RunDir, curve: Curve, unbroken: Unbroken, hit: AttemptRecord) -> Resumption:
@@ -282,8 +285,10 @@ def judge_resume(run: RunDir, curve: Curve, unbroken: Unbroken, hit: AttemptReco
     elif hit.ending != "done":
         return Resumption(verdict="not_resumed", text="did not resume: no step after the fault")
     elif int(curve.steps[-1]) < unbroken.steps:
-        sentence = f"did not resume: exited with 0 at step {curve.steps[-1]}, as if it were done"
-        return Resumption(verdict="not_resumed", text=sentence)
+        return Resumption(
+            verdict="not_resumed",
+            text=f"did not resume: exited with 0 at step {curve.steps[-1]}, as if it were done",
+        )
     result = _compare(curve, unbroken, first)
     if not len(later):
         return result.model_copy(update={"text": f"continued without a restart: {result.text}"})
@@ -358,5 +363,6 @@ def _printed_digits(curve: Curve, first: int, names: Sequence[str]) -> tuple[int
         [len(number.digits) for number in decimals(curve.columns[name][curve.steps >= first])]
         for name in names
     ]
-    proves = any(sum(n >= _MANY_DIGITS for n in column) >= _MANY_STEPS for column in digits)
-    return max(chain(*digits), default=0), proves
+    return max(chain(*digits), default=0), any(
+        sum(n >= _MANY_DIGITS for n in column) >= _MANY_STEPS for column in digits
+    )

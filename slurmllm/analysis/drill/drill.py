@@ -91,8 +91,7 @@ class SlurmRunner:
 
     def restart(self, run: RunDir, nodes: int) -> None:
         """Requeue the job, unless its successor follows; retries while Slurm still ends it."""
-        last = JobsRecord.load(run.jobs).submissions[-1]
-        if last.restart == "chain":
+        if JobsRecord.last_of(run).restart == "chain":
             return None
         deadline = time.monotonic() + REQUEUE_S
         while True:
@@ -108,7 +107,7 @@ class SlurmRunner:
             self.client.cancel(last.own_jobs)
 
     def _job(self, run: RunDir) -> str:
-        job = JobsRecord.load(run.jobs).submissions[-1].train_job
+        job = JobsRecord.last_of(run).train_job
         assert job is not None
         return job
 
@@ -199,8 +198,13 @@ class Drill:
             if (trainer := plan.trainer) is not None:
                 self.plan = plan = plan.with_reference(run)
                 repeat = self._run_unbroken("repeat")
-                curves = read_curve(reference), read_curve(repeat.path)
-                self.unbroken = Unbroken(*curves, trainer, plan.steps, self.tolerances)
+                self.unbroken = Unbroken(
+                    read_curve(reference),
+                    read_curve(repeat.path),
+                    trainer,
+                    plan.steps,
+                    self.tolerances,
+                )
                 noise = self.unbroken.noise
         results = [self._test(kind, reference) for kind in plan.kinds]
         failed = {result.run for result in results if not result.passed}
@@ -259,8 +263,9 @@ class Drill:
             with os.fdopen(open_append(self.plan.results), "a", encoding="utf-8") as stream:
                 stream.write(result.model_dump_json() + "\n")
         except OSError as error:
-            message = f"cannot write {self.plan.results}: {os_error_text(error)}"
-            raise StorageError(message) from error
+            raise StorageError(
+                f"cannot write {self.plan.results}: {os_error_text(error)}"
+            ) from error
         return result
 
     def _create(self, copy: str, kind: FaultKind | None) -> RunDir:
@@ -326,8 +331,11 @@ class Drill:
     def _resumes_by_hand(self, run: RunDir, copy: str) -> bool:
         """Resume a trainer's run that its fault has stopped, once, as its user would."""
         attempts, injection = load_attempts(run, "train"), Injection.find(run.drill)
-        is_first = len(JobsRecord.of(run).submissions) == 1
-        has_fault = is_first and injection is not None and not injection.missed
+        has_fault = (
+            len(JobsRecord.of(run).submissions) == 1
+            and injection is not None
+            and not injection.missed
+        )
         if self.plan.trainer is None or not has_fault or attempts[-1].action != "stop":
             return False
         self.progress(f"{copy}: resuming by hand: it stopped, {attempts[-1].ending}")
@@ -339,14 +347,18 @@ class Drill:
         path = run.attempt("train", 0).record
         if not path.is_file():
             return None
-        spec = self.plan.fault(kind, AttemptRecord.load(path).nodes)
+        nodes = AttemptRecord.load(path).nodes
+        spec = self.plan.fault(kind, nodes)
         node = run.attempt("train", 0).node(spec.node)
         if not node.is_file() or not NodeRecord.load(node).pids:
             return None
         command = node_command(self.plan.config.cluster, "slurmllm.analysis.drill.injector")
         command += [str(run.path), spec.model_dump_json()]
-        nodes = AttemptRecord.load(path).nodes if FAULTS[kind].of_commands else [spec.node]
-        return self.runner.start_on_nodes(run, nodes, command)
+        return self.runner.start_on_nodes(
+            run,
+            nodes if FAULTS[kind].of_commands else [spec.node],
+            command,
+        )
 
     def _status(self, run: RunDir) -> str:
         attempts = run.attempts("train")

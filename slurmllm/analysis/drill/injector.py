@@ -343,8 +343,10 @@ def _inject_now(run: RunDir, spec: FaultSpec, injection: Injection) -> list[int]
         # local run has none: SLURM_JOB_ID may be that of the shell.
         job = None if spec.local else os.environ.get("SLURM_JOB_ID")
         command = ["scancel", "--signal=USR1", "--batch", job or ""]
-        environment = slurm_environment()
-        if job is None or subprocess.run(command, env=environment, check=False).returncode != 0:
+        if (
+            job is None
+            or subprocess.run(command, env=slurm_environment(), check=False).returncode != 0
+        ):
             kill(pids, signal.SIGUSR1)
         return pids
     pids = node_pids(run, spec.node if spec.local else None)

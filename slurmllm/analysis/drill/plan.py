@@ -9,7 +9,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 from slurmllm.analysis.drill.injector import FAULT_KINDS, FAULTS, FaultKind, FaultSpec
 from slurmllm.core.config.command import CommandConfig
@@ -81,8 +81,15 @@ class DrillPlan:
             # The second checkpoint, on the node of rank 0, where its start is visible first.
             step = first + (1 if trainer else self.every_steps)
             rank = 0 if trainer else rank
-        victim: Any = {"node": nodes[index], "rank": rank, "at_step": step}
-        return FaultSpec(kind=kind, attempt=0, **victim, local=self.local, trainer=trainer)
+        return FaultSpec(
+            kind=kind,
+            attempt=0,
+            node=nodes[index],
+            rank=rank,
+            at_step=step,
+            local=self.local,
+            trainer=trainer,
+        )
 
     def with_reference(self, reference: RunDir) -> Self:
         """Return the plan with the steps and checkpoints of another project's trainer.
@@ -94,8 +101,9 @@ class DrillPlan:
         if last is None:
             nodes = AttemptRecord.load(reference.attempt("train", 0).record).nodes
             node = NodeRecord.load(reference.attempt("train", 0).node(nodes[0]))
-            missing = node.progress_missing or "no steps"
-            raise RunError(f"{reference.name}: {missing}; set command.progress")
+            raise RunError(
+                f"{reference.name}: {node.progress_missing or 'no steps'}; set command.progress"
+            )
         steps = min(self.steps or int(last["step"]), int(last["step"]))
         entries = list_trainer_checkpoints(reference, self.trainer)
         # If one file is overwritten at each save, only the last step is known. OLMo-core and others
@@ -103,8 +111,12 @@ class DrillPlan:
         is_named = "{step}" in (self.trainer.checkpoints or "")
         saved = [entry.step for entry in entries if is_named and 0 < entry.step < steps]
         first, *later = saved or [steps // 2]
-        every = (later[0] if later else steps) - first
-        return replace(self, steps=steps, first_checkpoint=first, every_steps=every)
+        return replace(
+            self,
+            steps=steps,
+            first_checkpoint=first,
+            every_steps=(later[0] if later else steps) - first,
+        )
 
 
 def make_plan(
@@ -178,9 +190,12 @@ def _plan_trainer(plan: DrillPlan, command: CommandConfig, steps: int | None) ->
     if not kinds:
         raise RunError("--kinds save: takes command.checkpoints, to see a save; set it")
     config = change(plan.config, None, ["slurm.drain=false", "evaluate=null"])
-    is_limited = steps not in (None, limit_steps)
     return replace(
-        plan, config=config, kinds=kinds, steps=steps or limit_steps or 0, is_limited=is_limited
+        plan,
+        config=config,
+        kinds=kinds,
+        steps=steps or limit_steps or 0,
+        is_limited=steps not in (None, limit_steps),
     )
 
 

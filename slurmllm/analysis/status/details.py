@@ -158,15 +158,13 @@ def read_details(
     """Read the details of a run; `attempts` are those of the train stage, oldest first."""
     recipe = config.recipe
     # Manifest, micro batch and mesh are derived: `resume` makes damaged ones again.
-    manifest, uncompiled, measured, mesh = None, tuple[str, ...](), None, None
+    manifest, uncompiled, mesh = None, tuple[str, ...](), None
     try:
         manifest = GraphManifest.find(run.graphs_manifest)
         uncompiled = faults(manifest, run) if manifest else ()
     except StorageError as error:
         reason = str(error).partition("; restore")[0]
         uncompiled = (f"{reason}; `slurmllm resume {run.name}` compiles the graphs again",)
-    with suppress(StorageError):
-        measured = MicroBatchRecord.find(run.micro_batch)
     with suppress(StorageError):
         mesh = load_mesh(run.plan)
     # Versions and first steps are figures only: a damaged record must not hide the run's state.
@@ -186,7 +184,7 @@ def read_details(
         cold_first_step_s=manifest.cold_first_step_s if manifest else None,
         first_steps=_first_steps(run),
         mesh=mesh,
-        micro_batch=measured,
+        micro_batch=MicroBatchRecord.find_readable(run.micro_batch),
         graphs=manifest,
         uncompiled=uncompiled,
         unused_graphs=unused_graphs,
@@ -226,12 +224,17 @@ def _trainer_details(
             folder = run.attempt("train", last.attempt)
             nodes = [NodeRecord.find(folder.node(node)) for node in (last.nodes[0], last.nodes[-1])]
             missing = next(filter(None, (n.progress_missing for n in nodes if n)), "")
-    entries = list_trainer_checkpoints(run, command)
-    incomplete = tuple(str(entry.path) for entry in entries if not entry.complete)
+    incomplete = tuple(
+        str(entry.path) for entry in list_trainer_checkpoints(run, command) if not entry.complete
+    )
     unmatched = unmatched_checkpoints(run, command)
-    passed_over = attempts[-1].passed_over if attempts else ()
     return TrainerDetails(
-        command.run, missing, incomplete, command.completion_file, unmatched, passed_over
+        command.run,
+        missing,
+        incomplete,
+        command.completion_file,
+        unmatched,
+        attempts[-1].passed_over if attempts else (),
     )
 
 
@@ -272,13 +275,14 @@ def read_worker_progress(
         return None
     last = behind(beats)
     beat = beats[last[0]]
-    slow_s = slow_step_s(recent_step_times(run))
     return WorkerProgress(
         phase=beat.phase,
         step=beat.step,
         # The nodes' clocks may be ahead of this machine's.
         unchanged_s=max(time.time() - max(b.since for b in beats.values()), 0.0),
-        limit_s=limit_s(beat.phase, config, slow_s) if config.enabled else None,
+        limit_s=limit_s(beat.phase, config, slow_step_s(recent_step_times(run)))
+        if config.enabled
+        else None,
         behind=() if len(last) == len(beats) else last,
     )
 
@@ -336,8 +340,13 @@ def culprit(run: RunDir, record: AttemptRecord) -> Culprit:
     if lost and record.ending is not None:
         return _lost(record, lost)
     if first:
-        ended = (first.message,) if first.error == KILLED else _exit(nodes, first.rank)
-        return Culprit(record, first.rank, first.node, ended, first)
+        return Culprit(
+            record,
+            first.rank,
+            first.node,
+            (first.message,) if first.error == KILLED else _exit(nodes, first.rank),
+            first,
+        )
     if unrecorded := workers_without_failure_record(nodes, failures):
         likely = _most_likely(run, record, unrecorded)
         return Culprit(record, likely.rank, likely.node, _exit(nodes, likely.rank))
@@ -371,5 +380,9 @@ def _lost(record: AttemptRecord, nodes: Sequence[str]) -> Culprit:
     """A node that stopped responding, represented by its first worker."""
     per_node = record.world_size // max(len(record.nodes), 1)
     rank = record.nodes.index(nodes[0]) * per_node
-    how = (f"{', '.join(nodes)} stopped responding: its launcher left no report",)
-    return Culprit(record, rank, nodes[0], how)
+    return Culprit(
+        record,
+        rank,
+        nodes[0],
+        (f"{', '.join(nodes)} stopped responding: its launcher left no report",),
+    )

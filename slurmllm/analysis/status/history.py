@@ -83,8 +83,11 @@ def read_history(
     """
     warnings: list[str] = []
     records = (a.record for stage in STAGES for a in run.attempts(stage))
-    readable = read_all(lambda record: _read_attempt(record, warnings), records)
-    attempts = [attempt for attempt in readable if attempt]
+    attempts = [
+        attempt
+        for attempt in read_all(lambda record: _read_attempt(record, warnings), records)
+        if attempt
+    ]
     steps = {}
     resumed = {a.attempt: a.checkpoint_before or 0 for a in attempts if a.stage == "train"}
     files, metrics = run.metrics_files(), dict(metrics or {})

@@ -27,13 +27,12 @@ from slurmllm.core.errors import RunError, SlurmError, StorageError
 from slurmllm.core.format import Json, format_plural, printable
 from slurmllm.core.log import message_of, parse_line
 from slurmllm.core.run.records import AttemptRecord, NodeRecord
-from slurmllm.core.run.rundir import RunDir, Stage
+from slurmllm.core.run.rundir import RunDir, Stage, rank_files
 from slurmllm.core.run.safe_files import open_regular
 from slurmllm.core.slurm.client import step_beside
 from slurmllm.core.slurm.setup import slurm_environment
 
 log = logging.getLogger(__name__)
-_RANK = re.compile(r"^rank_(\d+)\.log$")
 _BLOCK_BYTES = 64 * 1024
 # A program without newlines must not fill the memory: a longer line is cut into pieces.
 _LONGEST_BYTES = 1024 * 1024
@@ -358,10 +357,8 @@ def worker_log_attempts(run: RunDir, stage: Stage) -> list[int]:
 
 def ranks_with_logs(run: RunDir, stage: Stage, attempt: int) -> list[int]:
     """Return the ranks, other than 0, of an attempt that have a log."""
-    folder = run.worker_log(stage, attempt, 1).parent
     with suppress(OSError):
-        matches = (_RANK.match(entry.name) for entry in folder.iterdir())
-        return sorted(int(match[1]) for match in matches if match)
+        return sorted(rank_files(str(run.worker_log(stage, attempt, 1).with_name("rank_")), ".log"))
     return []
 
 
@@ -456,7 +453,7 @@ def _explain_no_log(selection: LogSelection, follow: bool, state: Callable[[], s
         RunError: There are no such workers, or the log is still on its node.
     """
     run, stage, rank = selection.run, selection.stages[-1], selection.worker
-    record, node_record = None, None
+    record = None
     with suppress(StorageError):
         record = selection.newest_attempt()
     node = node_of(record, rank) if record and rank is not None else ""
@@ -471,8 +468,7 @@ def _explain_no_log(selection: LogSelection, follow: bool, state: Callable[[], s
         logs = f"such logs ({stage} attempts: {attempts}; ranks with a log: {listed})"
         raise RunError(f"{run.name} has no {logs if attempts else 'logs yet'}: {state()}")
     worker = f"rank {rank} on {node}, {stage} attempt {record.attempt}"
-    with suppress(StorageError):
-        node_record = NodeRecord.find(run.attempt(stage, record.attempt).node(node))
+    node_record = NodeRecord.find_readable(run.attempt(stage, record.attempt).node(node))
     if node_record and rank in node_record.exit_codes:  # whose logs are collected
         return f"{worker}: it printed nothing"
     raise RunError(

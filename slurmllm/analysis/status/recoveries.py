@@ -101,13 +101,13 @@ def sum_by_ending(recoveries: Sequence[FailureRecovery]) -> list[EndingLoss]:
     for ending in dict.fromkeys(recovery.ending for recovery in recoveries):
         same = [recovery for recovery in recoveries if recovery.ending == ending]
         seconds = [recovery.seconds for recovery in same if recovery.seconds is not None]
-        lost_s = math.fsum(r.nodes * (r.lost_s + (r.seconds or 0.0)) for r in same)
         losses.append(
             EndingLoss(
                 ending=ending,
                 times=len(same),
                 steps_lost=sum(recovery.steps_lost for recovery in same),
-                node_hours=lost_s / HOUR_S,
+                node_hours=math.fsum(r.nodes * (r.lost_s + (r.seconds or 0.0)) for r in same)
+                / HOUR_S,
                 mean_s=math.fsum(seconds) / len(seconds) if seconds else None,
             )
         )

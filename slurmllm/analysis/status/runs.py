@@ -327,8 +327,9 @@ def _build_state(records: RunRecords, jobs: dict[str, JobState]) -> RunState:
         eta_s = pace.seconds(max(total - resumed, 0))
     tokens = finite_number(row, "tokens")
     checkpoints, newest = _checkpoints(run, records.config.command)
-    running = state in ("precompiling", "training")
-    hours = node_hours(run, [*records.precompiles, *attempts], running, now)
+    hours = node_hours(
+        run, [*records.precompiles, *attempts], state in ("precompiling", "training"), now
+    )
     usd = records.config.usd_per_node_hour
     return RunState(
         name=run.name,
@@ -375,8 +376,10 @@ def _damaged(run: RunDir, error: Exception) -> RunState:
     message = str(error) if isinstance(error, SlurmllmError) else repr(error)
     if isinstance(error, OSError):
         message = _unreadable(run, error)
-    lines = message.splitlines()[:2]  # a row of a table has room for no more
-    return RunState(run.name, str(run.path), reason="; ".join(line.strip() for line in lines))
+    # a row of a table has room for no more
+    return RunState(
+        run.name, str(run.path), reason="; ".join(line.strip() for line in message.splitlines()[:2])
+    )
 
 
 def _unreadable(run: RunDir, error: OSError) -> str:
@@ -420,8 +423,9 @@ def node_hours(run: RunDir, attempts: Sequence[AttemptRecord], running: bool, no
                 with suppress(OSError):
                     row = last_row_of(run.metrics(attempt.attempt)) or {}
                     end = max(end, finite_number(row, "time") or 0.0)
-        nodes = len(attempt.nodes) + attempt.spare_nodes
-        seconds.append(nodes * max(end - attempt.started_at, 0.0))
+        seconds.append(
+            (len(attempt.nodes) + attempt.spare_nodes) * max(end - attempt.started_at, 0.0)
+        )
     return math.fsum(seconds) / 3600
 
 
@@ -443,7 +447,6 @@ class SweepState:
         return f"{format_plural(len(self.runs), 'run')}{limit}: {counts}"
 
     def to_json(self) -> Json:
-        hours = [self.precompile_hours, *(state.node_hours for state in self.runs)]
         return {
             "sweep": self.sweep.name,
             "sweep_dir": str(self.sweep.path),
@@ -452,7 +455,9 @@ class SweepState:
             "states": Counter(state.state for state in self.runs),
             "precompile_jobs": self.precompile_jobs,
             "precompile_node_hours": self.precompile_hours,
-            "node_hours": math.fsum(hours),
+            "node_hours": math.fsum(
+                [self.precompile_hours, *(state.node_hours for state in self.runs)]
+            ),
         }
 
 
@@ -484,8 +489,13 @@ def read_sweep(sweep: SweepDir, client: SlurmClient) -> SweepState:
     submissions = {run.name: JobsRecord.of(run).last for run in compiling}
     jobs = {name: last.precompile_job if last else None for name, last in submissions.items()}
     states = run_states([*runs, *compiling], client)
-    hours = math.fsum(state.node_hours for state in states[len(runs) :])
-    return SweepState(sweep, record, states[: len(runs)], jobs, hours)
+    return SweepState(
+        sweep,
+        record,
+        states[: len(runs)],
+        jobs,
+        math.fsum(state.node_hours for state in states[len(runs) :]),
+    )
 
 
 def rank(state: SweepState) -> list[RankedRun]:

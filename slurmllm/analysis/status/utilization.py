@@ -44,8 +44,9 @@ class AllocationTime:
     spare_nodes: int = 0  # those that the job held in addition; all of their time is idle
 
     def node_seconds_of(self, kind: TimePart) -> float:
-        idle = self.spare_nodes * (self.end - self.start) if kind == "idle" else 0.0
-        return self.nodes * self.parts_s[kind] + idle
+        return self.nodes * self.parts_s[kind] + (
+            self.spare_nodes * (self.end - self.start) if kind == "idle" else 0.0
+        )
 
 
 def break_down_time(history: RunHistory) -> list[AllocationTime]:

@@ -100,8 +100,9 @@ def _samples(run: RunDir, config: RunConfig, state: RunState) -> Iterator[Sample
     if attempts and state.state == "training":  # `status` shows the last speed at any time
         values["tokens_per_second"] = state.tokens_per_s
         if state.seq_per_s is not None:
-            mfu = flops_utilization(config, attempts[-1].world_size, state.seq_per_s)
-            values["model_flops_utilization_ratio"] = mfu
+            values["model_flops_utilization_ratio"] = flops_utilization(
+                config, attempts[-1].world_size, state.seq_per_s
+            )
         for slow in read_slow_ranks(run, attempts[-1]) or ():
             yield "slow_rank_ratio", slow.ratio, {"rank": str(slow.rank), "node": slow.node}
     for name, value in values.items():

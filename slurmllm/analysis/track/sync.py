@@ -89,8 +89,10 @@ class Session:
                     re.sub(r"[^\w./: -]", "_", f"evaluate/{scored.task}/{metric}"): value
                     for metric, value in scored.scores.items()
                 }
-                values = StepValues(scored.step, scored.evaluated_at, tags)
-                self._tracker.log_scores(values, max(self.record.last_step, 0))
+                self._tracker.log_scores(
+                    StepValues(scored.step, scored.evaluated_at, tags),
+                    max(self.record.last_step, 0),
+                )
                 self._save(scores=(*self.record.scores, name))
 
     def close(self, state: State) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, get_args
 
@@ -123,6 +124,13 @@ class Record(BaseModel, frozen=True, extra="ignore", populate_by_name=True, defe
         except OSError:
             pass  # `load` names the reason
         return cls.load(path)
+
+    @classmethod
+    def find_readable(cls, path: Path) -> Self | None:
+        """Read a record; None if there is no such file, or it cannot be read."""
+        with suppress(StorageError):
+            return cls.find(path)
+        return None
 
     @classmethod
     def load_known(cls, path: Path) -> tuple[Self, Lines]:

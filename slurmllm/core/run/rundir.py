@@ -230,6 +230,10 @@ class RunDir:
     def attempts(self, stage: Stage) -> list[AttemptDir]:
         return [AttemptDir(path) for _, path in _numbered(self._attempts_dir(stage), _NUMBER)]
 
+    def next_attempt(self, stage: Stage) -> int:
+        """Return the number of the next attempt of a stage."""
+        return max((attempt.number for attempt in self.attempts(stage)), default=-1) + 1
+
     def attempt(self, stage: Stage, number: int) -> AttemptDir:
         return AttemptDir(self._attempts_dir(stage) / f"{number:03d}")
 

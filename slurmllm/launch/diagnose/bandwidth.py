@@ -100,8 +100,9 @@ def measure_with_torch(
         else:
             overall = line.gb_s
     if overall is None:
-        seconds = time.monotonic() - started
-        raise NodeError(f"PyTorch measured nothing in {seconds:.1f} s: {last_line}")
+        raise NodeError(
+            f"PyTorch measured nothing in {time.monotonic() - started:.1f} s: {last_line}"
+        )
     return Bandwidth(overall, by_node)
 
 

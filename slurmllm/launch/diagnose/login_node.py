@@ -200,9 +200,10 @@ def _run_python(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 def import_torch() -> str | None:
     """Return `imported VERSION CUDA`, or the last line of the import's error; None: too slow."""
-    script = "import torch; print('imported', torch.__version__, torch.version.cuda)"
     try:
-        done = _run_python("-c", script)
+        done = _run_python(
+            "-c", "import torch; print('imported', torch.__version__, torch.version.cuda)"
+        )
     except subprocess.TimeoutExpired:
         return None
     lines = (done.stdout if done.returncode == 0 else done.stderr).strip().splitlines()

@@ -103,8 +103,9 @@ def memory_findings(cluster: Cluster) -> Findings:
 def device_findings(cluster: Cluster, root: Path = Path("/")) -> Findings:
     """Devices, driver, error counters and CPUs; /sys is read under `root`."""
     if cluster.device == "neuron":
-        driver = _read(root / "sys/module/neuron/version")
-        yield from _count_and_driver(cluster, "NeuronCores", neuron_cores(), driver)
+        yield from _count_and_driver(
+            cluster, "NeuronCores", neuron_cores(), _read(root / "sys/module/neuron/version")
+        )
         yield from neuron_errors(root)
     elif cluster.device == "cuda":
         yield from _nvidia_findings(cluster)
@@ -131,8 +132,12 @@ def _count_and_driver(cluster: Cluster, kind: str, count: int, driver: str) -> F
     yield _at_least(cluster, "devices", count, cluster.devices_per_node, kind)
     required = cluster.health.driver_version or ""
     if required not in ("", driver):
-        message = f"driver {driver or 'unknown'}; profile {cluster.name} requires {required}"
-        yield fail("driver", driver, required, message)
+        yield fail(
+            "driver",
+            driver,
+            required,
+            f"driver {driver or 'unknown'}; profile {cluster.name} requires {required}",
+        )
     elif driver:
         yield ok("driver", driver, required)
 
@@ -147,8 +152,9 @@ def _at_least(
 ) -> Finding:
     if value >= required:
         return ok(check, value, required or "")
-    message = f"{value} {unit}; profile {cluster.name} requires {required:g}"
-    return status(check, value, required, message)
+    return status(
+        check, value, required, f"{value} {unit}; profile {cluster.name} requires {required:g}"
+    )
 
 
 def neuron_cores() -> int:
@@ -168,8 +174,12 @@ def neuron_errors(root: Path) -> Findings:
     pattern = "neuron[0-9]*/stats/hardware/*_ecc_uncorrected"  # of `mem` and `sram`
     for path in sorted((root / "sys/devices/virtual/neuron_device").glob(pattern)):
         if (count := _read(path)) not in ("", "0"):
-            message = f"uncorrected memory errors: {path.parts[-4]}: {path.name} {count}"
-            yield fail("device errors", 1, 0, message)
+            yield fail(
+                "device errors",
+                1,
+                0,
+                f"uncorrected memory errors: {path.parts[-4]}: {path.name} {count}",
+            )
 
 
 def efa_findings(cluster: Cluster) -> Findings:

@@ -255,8 +255,9 @@ def read_lines(
 
 def compare_nodes(reports: Mapping[str, NodeReport], limits: HealthChecks) -> dict[str, NodeHealth]:
     """The nodes' own findings, and those that follow from all nodes: response, clock, versions."""
-    clocks = [r.clock_ahead_s for r in reports.values() if r.clock_ahead_s is not None]
-    median_ahead_s = statistics.median(clocks or [0.0])
+    median_ahead_s = statistics.median(
+        [r.clock_ahead_s for r in reports.values() if r.clock_ahead_s is not None] or [0.0]
+    )
     versions = {
         name: node.versions
         | {f.check: str(f.value) for f in node.findings if f.check in _COMPARED and f.value}

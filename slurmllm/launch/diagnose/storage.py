@@ -98,8 +98,12 @@ def shm_findings() -> Findings:
     usage = shutil.disk_usage(SHM)
     free = round(usage.free / GB, 2)
     status = ok if free >= MIN_SHM_GB else fail if usage.used > usage.free else warn
-    message = f"{free} of {usage.total / GB:.2f} GB free in {SHM}; workers may need {MIN_SHM_GB:g}"
-    yield status("shared memory", free, MIN_SHM_GB, message)
+    yield status(
+        "shared memory",
+        free,
+        MIN_SHM_GB,
+        f"{free} of {usage.total / GB:.2f} GB free in {SHM}; workers may need {MIN_SHM_GB:g}",
+    )
 
 
 def shared_findings(cluster: Cluster, marker: Path, node: str) -> Findings:
@@ -152,8 +156,11 @@ def storage_findings(
             seconds = statistics.median(write_seconds(path) for _ in range(NUM_WRITES))
             ahead_s = path.stat().st_mtime - time.time()
     except (OSError, SlurmllmError) as error:
-        fault = f"{runs}: {os_error_text(error)}"
-        yield unfit("runs folder", fault, fix="another --runs-dir or $SLURMLLM_RUNS")
+        yield unfit(
+            "runs folder",
+            f"{runs}: {os_error_text(error)}",
+            fix="another --runs-dir or $SLURMLLM_RUNS",
+        )
         for check in ("file system", "free space", "fsynced write", "clock"):
             yield skipped(check, "the runs folder cannot be written")
     else:

@@ -99,7 +99,7 @@ def pack_archive(
             states.append(GraphState.model_validate({**graph._asdict(), "log": log}))
         uncompiled = {graph.folder for graph in graphs if graph.state != "compiled"}
         archive = run.graphs_archive()
-        files = write_archive(cache, archive, without=uncompiled)
+        files = write_archive(cache, archive, archive_files(cache, uncompiled))
         compiled = len(graphs) - len(uncompiled)
         manifest = GraphManifest(
             complete=not uncompiled and not missing_nodes and (compiled > 0 or not expected),
@@ -131,7 +131,7 @@ def remove_old_archives(run: RunDir, current: str) -> None:
 def submit_graphs(cache: Path, run: RunDir, node: str, without: Iterable[str] = ()) -> None:
     """Leave a node's graphs for the first precompile node, except folders that another submits."""
     with archiving(run):
-        write_archive(cache, run.graphs_of_node(node), without=without)
+        write_archive(cache, run.graphs_of_node(node), archive_files(cache, without))
 
 
 def collect_graphs(
@@ -166,20 +166,18 @@ def collect_graphs(
     return missing
 
 
-def archive_files(cache: Path, without: Iterable[str] = ()) -> list[Path]:
+def archive_files(cache: Path, without: Iterable[str]) -> list[Path]:
     """Return the files of a cache for an archive: no locks, and nothing in `without`."""
     excluded = {cache / folder for folder in without}
     files = (p for p in sorted(cache.rglob("*")) if p.name != _MARKER and p.suffix != ".lock")
     return [path for path in files if path.is_file() and excluded.isdisjoint(path.parents)]
 
 
-def write_archive(
-    cache: Path, target: Path, without: Iterable[str] = (), only: Iterable[Path] | None = None
-) -> tuple[GraphFile, ...]:
-    """Write files of a cache to an archive, atomically: all but some folders, or `only` some."""
+def write_archive(cache: Path, target: Path, files: Iterable[Path]) -> tuple[GraphFile, ...]:
+    """Write files of a cache to an archive, atomically."""
 
     def fill(archive: tarfile.TarFile) -> None:
-        for path in archive_files(cache, without) if only is None else only:
+        for path in files:
             # A compiler's temporary file may vanish between listing and opening.
             with suppress(FileNotFoundError), path.open("rb") as stream:
                 info = archive.gettarinfo(fileobj=stream, arcname=str(path.relative_to(cache)))
@@ -243,8 +241,9 @@ def load_manifest(run: RunDir, group: str | None = None) -> GraphManifest:
     except StorageError as error:
         raise StorageError(f"{error}; {_compile_again(run)}") from error
     except OSError as error:
-        reason = f"cannot use {error.filename}: {error.strerror}"
-        raise StorageError(f"{reason}; {_compile_again(run)}") from error
+        raise StorageError(
+            f"cannot use {error.filename}: {error.strerror}; {_compile_again(run)}"
+        ) from error
 
 
 def _compile_again(run: RunDir) -> str:

@@ -65,7 +65,7 @@ def submit_new_graphs(
     archive = record.with_suffix(".tar")
     with archiving(run):
         # The archive before its record: without a record it is ignored.
-        files = write_archive(cache, archive, only=new)
+        files = write_archive(cache, archive, new)
         NewGraphs(
             node=node,
             attempt=attempt,

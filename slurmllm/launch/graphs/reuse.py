@@ -119,19 +119,15 @@ def sharing(mesh: Mesh, local: bool) -> int:
 
 def measured_micro_batch(run: RunDir) -> int | None:
     """Return the micro batch that an earlier precompile stage has measured, if any."""
-    with suppress(StorageError):  # damaged: measure again
-        if record := MicroBatchRecord.find(run.micro_batch):
-            return record.micro_batch
-    return None
+    record = MicroBatchRecord.find_readable(run.micro_batch)  # damaged: measure again
+    return None if record is None else record.micro_batch
 
 
 def has_all_graphs(
     config: RunConfig, nodes: int, local: bool, run: RunDir, is_other: bool = False
 ) -> bool:
     """Return whether a run has all graphs that a configuration needs, its own or another run's."""
-    manifest = None
-    with suppress(StorageError):  # damaged: compile again
-        manifest = GraphManifest.find(run.graphs_manifest)
+    manifest = GraphManifest.find_readable(run.graphs_manifest)  # damaged: compile again
     if not manifest or not manifest.complete or manifest.rejected:
         return False
     fingerprint = None

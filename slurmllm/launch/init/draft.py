@@ -117,8 +117,10 @@ def draft_profile(survey: Survey, partition: Partition) -> Draft:
         schema_line("cluster").strip(),
         f"# By `slurmllm init` on {machine.host}, {date.today()}. Check the lines with a comment.",
     ]
-    lines = _lines(survey, partition, kind, figures)
-    rows = [f"{line:<{_COLUMN}}  # {comment}" if comment else line for line, comment in lines]
+    rows = [
+        f"{line:<{_COLUMN}}  # {comment}" if comment else line
+        for line, comment in _lines(survey, partition, kind, figures)
+    ]
     return Draft(figures, kind, "\n".join([*header, *rows]) + "\n")
 
 
@@ -211,8 +213,12 @@ def _charges(
     yield "account", accounts, default, partition.allowed("AllowAccounts")
     of_default = [row for row in rows if row.default] or rows[:1]
     qos = list(dict.fromkeys(name for row in of_default for name in row.qos if name))
-    chosen = next((row.default_qos for row in of_default if row.default_qos), "")
-    yield "qos", qos, chosen or next(iter(qos), ""), partition.allowed("AllowQos")
+    yield (
+        "qos",
+        qos,
+        next((row.default_qos for row in of_default if row.default_qos), "") or next(iter(qos), ""),
+        partition.allowed("AllowQos"),
+    )
 
 
 def _yaml(values: Values) -> str:

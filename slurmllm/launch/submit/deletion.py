@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 import shutil
 import signal
 import time
@@ -14,6 +13,8 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
+
+import psutil
 
 from slurmllm.core.config.load import load
 from slurmllm.core.errors import ConfigError, RunError, StorageError, UserError
@@ -79,8 +80,7 @@ def _cancel(
 ) -> CancelledRun:
     runs = [target] if isinstance(target, RunDir) else target.graph_runs()
     if isinstance(target, SweepDir):
-        cases = SweepRecord.load(target.record).cases
-        runs = [*runs, *(target.run(case.run) for case in cases)]
+        runs = [*runs, *(target.run(case.run) for case in SweepRecord.load(target.record).cases)]
     jobs, cancelled = dict[str, RunDir](), list[CancelledJob]()
     evaluations = dict[str, CheckpointEvaluation]()
     for run in runs:
@@ -312,8 +312,6 @@ def delete_planned(deletion: Deletion) -> None:
 
 def _mounts_below(path: Path) -> list[str]:
     """Return the mount points in a directory, of any file system."""
-    rows = Path("/proc/self/mountinfo").read_text("utf-8", "surrogateescape").splitlines()
-    escaped = (row.split(" ")[4] for row in rows)
-    points = (re.sub(r"\\(\d{3})", lambda c: chr(int(c[1], 8)), point) for point in escaped)
+    points = (mount.mountpoint for mount in psutil.disk_partitions(all=True))
     prefix = f"{path.resolve()}/"
     return [point for point in points if point.startswith(prefix)]

@@ -247,9 +247,10 @@ def plugin_faults(config: RunConfig) -> list[str]:
     # -P: a file in the current folder must not shadow a module.
     command = [cluster.python or sys.executable, "-P", "-m", "slurmllm.train.plugins"]
     options: dict[str, Any] = {"env": environment, "capture_output": True, "text": True}
-    document = json.dumps(config.values())
     try:
-        done = subprocess.run(command, input=document, timeout=LIMIT_S, **options)
+        done = subprocess.run(
+            command, input=json.dumps(config.values()), timeout=LIMIT_S, **options
+        )
         last = done.stderr.strip().rpartition("\n")[2] or "no output"
         faults = [f"plugins: the process that imports them failed: {last}"]
         if done.returncode == 0:

@@ -94,7 +94,6 @@ class SubmittedRun:
             config = prepared.config
             command = prepared.command_line
             variables = worker_environment(config, run)
-            backend = load_environment(config.backend)
             return {
                 "run_dir": str(run.path),
                 "from_step": prepared.from_step,
@@ -109,7 +108,9 @@ class SubmittedRun:
                     if source.startswith("SBATCH_")
                 },
                 "environment": [{"name": name, **v._asdict()} for name, v in variables.items()],
-                "backend_arguments": backend.arguments(config, prepared.mesh),
+                "backend_arguments": load_environment(config.backend).arguments(
+                    config, prepared.mesh
+                ),
                 "refusals": prepared.refusals,
                 "excluded": prepared.excluded,
                 **({} if command is None else {"command": command}),
@@ -155,12 +156,11 @@ def start(prepared: PreparedRun, request: RunRequest, allocation: str | None) ->
 
 
 def _submission(prepared: PreparedRun, **fields: object) -> Submission:
-    attempts = prepared.run.attempts("train")
     return Submission.model_validate(
         {
             "submitted_at": time.time(),
             "nodes": prepared.mesh.nodes,
-            "first_attempt": attempts[-1].number + 1 if attempts else 0,
+            "first_attempt": prepared.run.next_attempt("train"),
             "from_scratch": prepared.from_scratch,
             "changes": prepared.changes,
             "git_commit": _git_commit() if prepared.config.recipe.trackers else None,
@@ -266,8 +266,9 @@ def submit_jobs(
 
 def _cancel_unrecorded(run: RunDir, client: SlurmClient) -> None:
     """Cancel the jobs of a `submit` of this name that was killed before it recorded them."""
-    names = [f"{run.name}-{stage}" for stage in STAGES]
-    if jobs := client.jobs_with_output(names, [*map(run.stage_log, STAGES)]):
+    if jobs := client.jobs_with_output(
+        [f"{run.name}-{stage}" for stage in STAGES], [*map(run.stage_log, STAGES)]
+    ):
         log.warning("cancelling job %s of a submit that was killed", ", ".join(jobs))
         client.cancel(jobs)
 
@@ -293,9 +294,13 @@ def record_local(prepared: PreparedRun, **fields: object) -> Submission:
     """Record this process as the one that runs the stages: from then on the run is active."""
     run = prepared.run
     pid = os.getpid()
-    host = socket.gethostname()
     submission = _submission(
-        prepared, local=True, pid=pid, process=process_identity(pid), host=host, **fields
+        prepared,
+        local=True,
+        pid=pid,
+        process=process_identity(pid),
+        host=socket.gethostname(),
+        **fields,
     )
     JobsRecord(submissions=(*JobsRecord.of(run).submissions, submission)).save(run.jobs)
     return submission

@@ -133,12 +133,9 @@ class PreparedRun:
         """The next attempt's command of a trainer of another project, filled in."""
         if (command := self.config.recipe.command) is None:
             return None
-        attempts = self.run.attempts("train")
+        attempt = self.run.next_attempt("train")
         return command_line(
-            command,
-            command_values(
-                self.run, self.config, attempts[-1].number + 1 if attempts else 0, self.mesh.nodes
-            ),
+            command, command_values(self.run, self.config, attempt, self.mesh.nodes)
         )
 
     def mesh_json(self) -> Json:
@@ -266,8 +263,11 @@ def _preview(request: RunRequest, layout: RunLayout, checks: Checks) -> Prepared
         missing = missing_data(config, request.root, located)
         if request.fetch is not None and located.missing:
             sets = " and ".join(located.missing)
-            folder = data_folder(config, request.root)
-            log.warning("a submit with --fetch downloads the data set %s to %s first", sets, folder)
+            log.warning(
+                "a submit with --fetch downloads the data set %s to %s first",
+                sets,
+                data_folder(config, request.root),
+            )
             if "corpus" in located.values:
                 missing = []  # without a corpus among them, it would fail after the download
         if missing:

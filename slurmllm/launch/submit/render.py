@@ -124,14 +124,15 @@ def render_evaluation(config: RunConfig, run: RunDir, step: int) -> str:
     if container and container.srun_runs_it:
         prefix = ["srun", *prefix]
     verb = [sys.executable, "-P", "-m", "slurmllm", "evaluate-checkpoint", str(run.path), str(step)]
-    lines = [
-        "#!/bin/bash",
-        *directives("evaluate", config, run, 1),
-        *limits_script(),
-        *setup_script(config.cluster.setup, stop=True),
-        f"exec {shlex.join(behind_prefix(prefix, python, verb))}",
-    ]
-    return "\n".join(lines)
+    return "\n".join(
+        [
+            "#!/bin/bash",
+            *directives("evaluate", config, run, 1),
+            *limits_script(),
+            *setup_script(config.cluster.setup, stop=True),
+            f"exec {shlex.join(behind_prefix(prefix, python, verb))}",
+        ]
+    )
 
 
 def directives(stage: Job, config: RunConfig, run: RunDir, nodes: int) -> list[str]:

@@ -112,9 +112,12 @@ def continue_run(
             local = False
             allocation, count = hold(request.nodes or (last.nodes if last else None))
         check_mode(local, changes.options)
-        slurm = None if local or allocation is not None else client
         request = replace(
-            request, config=load(run.config, trusted=True), nodes=count, local=local, slurm=slurm
+            request,
+            config=load(run.config, trusted=True),
+            nodes=count,
+            local=local,
+            slurm=None if local or allocation is not None else client,
         )
         prepared = prepare_resume(request, changes, last)
         on_prepared(prepared)
@@ -173,8 +176,11 @@ def prepare_resume(request: RunRequest, changes: Changes, last: Submission | Non
             check_weights=recipe.train.init_from != earlier.train.init_from,
         )
     prepared = prepare(request)
-    changed = changed_settings(before, prepared.config)
-    return replace(prepared, from_scratch=changes.from_scratch, changes=changed)
+    return replace(
+        prepared,
+        from_scratch=changes.from_scratch,
+        changes=changed_settings(before, prepared.config),
+    )
 
 
 def changed_config(config: RunConfig, changes: Changes) -> RunConfig:

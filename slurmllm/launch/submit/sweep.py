@@ -87,8 +87,9 @@ def grid(options: Sequence[str]) -> list[Case]:
             raise UserError(f"--sweep {option}: {twice[0]} is given twice; give each value once")
         axes[path] = values
     _require_number(math.prod(map(len, axes.values())))
-    combinations = itertools.product(*axes.values())
-    return [Case(dict(zip(axes, values, strict=True))) for values in combinations]
+    return [
+        Case(dict(zip(axes, values, strict=True))) for values in itertools.product(*axes.values())
+    ]
 
 
 def read_cases(path: Path) -> list[Case]:
@@ -166,8 +167,11 @@ def name_cases(sweep: str, cases: Sequence[Case]) -> tuple[SweepCase, ...]:
         if count > 1:
             equal = " ".join(f"{path}={value}" for path, value in values)
             raise UserError(f"{count} cases of the sweep are equal: {equal}; remove all but one")
-    unnamed = tuple(SweepCase(run=sweep, values=case.values) for case in cases)
-    labels = SweepRecord(recipe="", created_at=0, cases=unnamed).labels
+    labels = SweepRecord(
+        recipe="",
+        created_at=0,
+        cases=tuple(SweepCase(run=sweep, values=case.values) for case in cases),
+    ).labels
     varying = [p for p in labels if len({case.values.get(p) for case in cases}) > 1] or list(labels)
     names = []
     for case in cases:

@@ -15,6 +15,7 @@ import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from slurmllm.core.config.cluster import Cluster
@@ -232,11 +233,9 @@ class SlurmAllocation(Allocation):
         # Accounting first: squeue reports COMPLETING for every kind of ending.
         if row := start_of_job(self.client, self.job_id, self.restart_count):
             return row.state
-        try:
-            job = self.client.queue([self.job_id]).get(self.job_id)
-        except SlurmError:
-            return "UNKNOWN"
-        return job.state if job is not None else "UNKNOWN"
+        with suppress(SlurmError, KeyError):
+            return self.client.queue([self.job_id])[self.job_id].state
+        return "UNKNOWN"
 
 
 def start_of_job(client: SlurmClient, job_id: str, restart_count: int) -> AccountingRow | None:
@@ -345,8 +344,9 @@ def export_site(config: RunConfig, folders: Sequence[Path]) -> None:
     cluster = config.cluster
     os.environ[SETUP] = "\n".join(cluster.setup)
     if cluster.container is not None:
-        mounted: list[Path | str] = [*folders, cluster.node_local]
-        prefix = shlex.join(container_arguments(cluster.container, cluster.device, mounted))
+        prefix = shlex.join(
+            container_arguments(cluster.container, cluster.device, [*folders, cluster.node_local])
+        )
         os.environ[CONTAINER_PYTHON] = cluster.container.python
         os.environ["LOGNAME"] = login_name()  # the image's passwd need not know it
         os.environ[SRUN_OPTIONS if cluster.container.srun_runs_it else CONTAINER] = prefix
@@ -355,8 +355,10 @@ def export_site(config: RunConfig, folders: Sequence[Path]) -> None:
 def launch_line(nodes: str, stage: Stage, options: Sequence[str]) -> str:
     """Return the srun of an attempt as a reader of the batch script may type it."""
     srun = ["srun", f"--nodes={nodes}", f"--ntasks={nodes}", *_ONE_A_NODE, *_LAUNCH]
-    launcher = '"$SLURMLLM_PYTHON" -P -m slurmllm launch "$SLURMLLM_RUN"'
-    return f"{shlex.join([*srun, *step_options(options)])} {launcher} --stage {stage} --attempt N"
+    return (
+        f'{shlex.join([*srun, *step_options(options)])} "$SLURMLLM_PYTHON" -P -m slurmllm launch '
+        f'"$SLURMLLM_RUN" --stage {stage} --attempt N'
+    )
 
 
 def allocate_nodes(
@@ -397,7 +399,8 @@ def allocate_nodes(
         salloc_options["nodes"] = str(nodes or 1)
     salloc = ["salloc", f"--job-name={job_name}", "--ntasks-per-node=1"]
     salloc += [f"--{name}={value}" for name, value in salloc_options.items() if value]
-    salloc += [*(["--exclusive"] if config.cluster.exclusive else []), *config.cluster.directives]
+    salloc += ["--exclusive"] if config.cluster.exclusive else []
+    salloc += config.cluster.directives
     environment = slurm_environment(salloc=True)
     # Slurm's accounting stores the command line, for everybody; these verbs need no secrets.
     command = [argument for argument in command if not is_secret_option(argument)]

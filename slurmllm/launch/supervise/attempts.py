@@ -50,7 +50,7 @@ from slurmllm.train.control.rendezvous import free_ports
 _log = logging.getLogger("slurmllm.launch.supervise.supervisor")
 
 
-def process_identity(pid: int) -> str | None:
+def process_identity(pid: int | None) -> str | None:
     """Boot and start time of a process, as process ids are reused; None if it does not run."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text("ascii").strip()
@@ -63,8 +63,8 @@ def process_identity(pid: int) -> str | None:
     return None if state in "ZX" else f"{boot} {fields[18]}"
 
 
-def is_running(pid: int, identity: str | None, content: bytes) -> bool:
-    """Whether a recorded process still runs, with `text` in its command line.
+def is_running(pid: int | None, identity: str | None, content: bytes) -> bool:
+    """Whether a recorded process, if any, still runs with `content` in its command line.
 
     A run that Python submitted has a process of any name.
     """
@@ -139,7 +139,7 @@ def open_attempt(
         newest, passed_over = select_checkpoint(run, command)
         steps = [newest.step] if newest is not None else []
     while True:
-        number = max((attempt.number for attempt in run.attempts(stage)), default=-1) + 1
+        number = run.next_attempt(stage)
         folder = run.attempt(stage, number).path
         # FileExistsError: another supervisor was faster.
         with storage_errors(f"cannot make {folder}"), suppress(FileExistsError):
@@ -222,12 +222,14 @@ def close_attempt(
     saved = max(saved_steps(run, config, closed), default=closed.checkpoint_before)
     graphs = tuple(sorted({name for node in nodes for name in node.new_graphs}))
     phases = {name: round(seconds, 3) for name, seconds in closed.phases_s.items()}
-    fields = {"checkpoint_after": saved, "phases_s": phases, "new_graphs": graphs}
+    closed = closed.model_copy(
+        update={"checkpoint_after": saved, "phases_s": phases, "new_graphs": graphs}
+    )
     begin = first_attempt(run)
     diverged = closed.ending == "divergence"
     invalidations = SkipsRecord.of(run).invalidations if diverged else ()
     closed = decide(
-        closed.model_copy(update=fields),
+        closed,
         [a for a in earlier if begin <= a.attempt < closed.attempt and a.ending],
         config.recipe,
         rolled_back=any(entry.attempt == closed.attempt for entry in invalidations),
@@ -241,10 +243,7 @@ def close_attempt(
 
 
 def timeline(
-    run: RunDir,
-    record: AttemptRecord,
-    first_symptom_at: float | None,
-    config: RunConfig | None = None,
+    run: RunDir, record: AttemptRecord, first_symptom_at: float | None, config: RunConfig
 ) -> AttemptRecord:
     """Return the record of an ended train attempt with the steps and phases that its files show.
 
@@ -259,8 +258,9 @@ def timeline(
         rows, last = [row for _, row in islice(read_rows(path), 2)], last_row_of(path)
     begun = record.checkpoint_before or 0
     if last is None or not all("time" in row for row in (*rows, last)):
-        gained = max(max(steps, default=begun) - begun, 0)
-        return record.model_copy(update={"steps_gained": gained, "steps_lost": 0})
+        return record.model_copy(
+            update={"steps_gained": max(max(steps, default=begun) - begun, 0), "steps_lost": 0}
+        )
     first, second = rows[0], rows[-1]
     logged, last_step = int(first["step"]), int(last["step"])
     # Other trainers log every tenth step, say, and the first row may have no time of its steps.
@@ -302,14 +302,14 @@ def timeline(
     )
 
 
-def saved_by(run: RunDir, record: AttemptRecord, config: RunConfig | None) -> list[int]:
+def saved_by(run: RunDir, record: AttemptRecord, config: RunConfig) -> list[int]:
     """Return the steps of the existing checkpoints that an ended attempt wrote.
 
     Of a trainer whose checkpoints are not watched, all steps count as saved that come after those
     of the attempts before it.
     """
     attempt = record.attempt
-    command = config.recipe.command if config else None
+    command = config.recipe.command
     if command is not None and command.checkpoints is None:
         with suppress(RunError, OSError):
             earlier = (a.last_step or 0 for a in load_attempts(run, "train") if a.attempt < attempt)
@@ -318,13 +318,16 @@ def saved_by(run: RunDir, record: AttemptRecord, config: RunConfig | None) -> li
             return [step] if step > max(earlier, default=0) else []
     if command is not None:
         end = record.ended_at or math.inf
-        entries = list_trainer_checkpoints(run, command, closing=record)
-        return [e.step for e in entries if e.complete and record.started_at <= e.changed_at <= end]
+        return [
+            e.step
+            for e in list_trainer_checkpoints(run, command, closing=record)
+            if e.complete and record.started_at <= e.changed_at <= end
+        ]
     steps = []
     for step in run.checkpoint_steps():
-        with suppress(StorageError):
-            if CheckpointManifest.load(run.checkpoint(step) / "manifest.json").attempt == attempt:
-                steps.append(step)
+        manifest = CheckpointManifest.find_readable(run.checkpoint(step) / "manifest.json")
+        if manifest and manifest.attempt == attempt:
+            steps.append(step)
     return steps
 
 
@@ -355,7 +358,7 @@ def first_attempt(run: RunDir) -> int:
 def newer_attempt(run: RunDir, stage: Stage, number: int) -> int | None:
     """Return the number of an attempt that another supervisor has begun since, if any."""
     try:
-        newest = max((attempt.number for attempt in run.attempts(stage)), default=number)
+        newest = run.next_attempt(stage) - 1
     except OSError:
         return None
     return newest if newest > number else None
@@ -372,8 +375,9 @@ def node_records(
 
 
 def failure_records(run: RunDir, record: AttemptRecord) -> Sequence[FailureRecord]:
-    folder = record.files(run).failure(0).parent
-    return read_all(FailureRecord.load, sorted(folder.glob("rank_*.json")))
+    return read_all(
+        FailureRecord.load, sorted(record.files(run).failure(0).parent.glob("rank_*.json"))
+    )
 
 
 def unequal_versions(by_node: Mapping[str, Mapping[str, str]]) -> str:

@@ -120,8 +120,9 @@ class Evidence:
     @property
     def begun(self) -> bool:
         """Whether a launcher has started its workers or reported an error."""
-        records = self.nodes.values()
-        return bool(self.failures) or any(n.pids or n.exit_codes or n.error for n in records)
+        return bool(self.failures) or any(
+            n.pids or n.exit_codes or n.error for n in self.nodes.values()
+        )
 
     @property
     def exit_codes(self) -> list[int]:
@@ -130,8 +131,12 @@ class Evidence:
     @property
     def finished(self) -> bool:
         codes = self.exit_codes
-        launchers_ok = all(n.error is None for n in self.nodes.values())
-        return bool(codes) and not any(codes) and launchers_ok and not self.unreported
+        return (
+            bool(codes)
+            and not any(codes)
+            and all(n.error is None for n in self.nodes.values())
+            and not self.unreported
+        )
 
 
 @dataclass(frozen=True)
@@ -196,8 +201,9 @@ def _reported_endings(evidence: Evidence) -> _Rows:
         unfinished = evidence.trainer.unfinished
         workers = len(evidence.exit_codes)
         done = "the worker finished" if workers == 1 else f"all {workers} workers finished"
-        lines = tuple(filter(None, (done, unfinished)))
-        yield Ending("done", lines, done_early=evidence.trainer.done_early)
+        yield Ending(
+            "done", tuple(filter(None, (done, unfinished))), done_early=evidence.trainer.done_early
+        )
     if evidence.slurm_state == "CANCELLED":
         yield Ending("cancelled", ("the job was cancelled",))
     if evidence.step_out_of_memory:
@@ -324,8 +330,11 @@ def _hang(evidence: Evidence) -> Ending | None:
         return None
     if any(worker.code in _EXITS for worker in failed_workers(evidence.nodes)):
         return None
-    lines = (*hang_text(hang), *evidence.collectives, *_left_early(evidence), *evidence.stacks)
-    return Ending("hang", lines, hang.suspects)
+    return Ending(
+        "hang",
+        (*hang_text(hang), *evidence.collectives, *_left_early(evidence), *evidence.stacks),
+        hang.suspects,
+    )
 
 
 def launch_ending(failure: LaunchFailure, nodes: Sequence[str], started: bool = False) -> Ending:
@@ -337,10 +346,9 @@ def launch_ending(failure: LaunchFailure, nodes: Sequence[str], started: bool = 
         f"refused: {', '.join(failure.options)}; correct slurm.directives of the recipe or "
         "cluster.directives of the profile, then `slurmllm resume`"
     )
-    lines = (failure.text, *([fix] if failure.fault == "request" and failure.options else []))
     return Ending(
         LAUNCH_ENDINGS.get(failure.fault, "node_failure"),
-        lines,
+        (failure.text, *([fix] if failure.fault == "request" and failure.options else [])),
         _few(failure.accused, nodes),
         started,
         None if started else failure,
@@ -395,8 +403,10 @@ def _by_failure(evidence: Evidence) -> Ending | None:
     reason: Lines = (_reason(first),)
     by_slurm = _by_slurm(evidence)
     if _STOPPED_CHILD.search(first.message) and (evidence.stop_signal or by_slurm):
-        name = evidence.stop_signal or "SIGTERM"
-        return Ending("advance_signal", (*by_slurm, f"{name}: ended a data worker first", *reason))
+        return Ending(
+            "advance_signal",
+            (*by_slurm, f"{evidence.stop_signal or 'SIGTERM'}: ended a data worker first", *reason),
+        )
     if first.blame == "user" or _matches(first, "limit"):
         return Ending("bad_configuration", reason)
     if evidence.no_gpu and _NO_GPU.search(first.message):

@@ -43,8 +43,8 @@ def gather_evidence(
     allocation: Allocation,
     observed: Observations,
     stop_signal: str | None,
-    launchers: Processes = (),
-    config: RunConfig | None = None,
+    launchers: Processes,
+    config: RunConfig,
 ) -> Evidence:
     """Collect what an ending is classified by; StorageError if a record cannot be read."""
     nodes = attempts.node_records(run, record)
@@ -65,7 +65,7 @@ def gather_evidence(
             hang.save(files.hang)
     ranks = [worker.rank for worker in workers_without_failure_record(nodes, failures)]
     tails = read_all(lambda rank: _log_tail(run, record, rank), ranks)
-    command = None if config is None else config.recipe.command
+    command = config.recipe.command
     return Evidence(
         expected_nodes=record.nodes,
         nodes=nodes,
@@ -92,7 +92,7 @@ def gather_evidence(
             if command is None
             else _trainer_exit(run, record, command, nodes)
         ),
-        no_gpu="" if config is None else _no_gpu(config),
+        no_gpu=_no_gpu(config),
     )
 
 
@@ -102,8 +102,10 @@ def _by_slurm(
     """Return the job's state, whether it ran out of memory, and the nodes that are down."""
     out_of_memory, down_nodes = False, dict[str, str]()
     if isinstance(allocation, SlurmAllocation):
-        rows = allocation.client.accounting(allocation.job_id)
-        out_of_memory = any(row.state == "OUT_OF_MEMORY" for row in rows[-3:])
+        out_of_memory = any(
+            row.state == "OUT_OF_MEMORY"
+            for row in allocation.client.accounting(allocation.job_id)[-3:]
+        )
         with suppress(SlurmError):
             preempted_at = to_unix(allocation.client.batch_job(allocation.job_id).preempt_time)
             # Not before: a job keeps its number, and may keep this time, when it is requeued.
@@ -140,9 +142,8 @@ def _no_gpu(config: RunConfig) -> str:
 
 
 def _uncompiled(run: RunDir) -> Sequence[str]:
-    with suppress(StorageError):  # no manifest, or a damaged one
-        return faults(GraphManifest.load(run.graphs_manifest), run)
-    return ("no archive of compiled graphs was written",)
+    manifest = GraphManifest.find_readable(run.graphs_manifest)
+    return faults(manifest, run) if manifest else ("no archive of compiled graphs was written",)
 
 
 def _worker_exit(run: RunDir, record: AttemptRecord) -> TrainerExit:
@@ -178,9 +179,10 @@ def _trainer_exit(
         end = steps[-1]
         progress = f"at step {end + 1} " if end - 1 in steps[-2:] else f"after step {end} "
     elif newest is not None and newest.step == record.checkpoint_before:
-        before = attempts.load_attempts(run, "train")[-2:-1]
         # After an attempt that had finished there was nothing left to do.
-        readable = any(attempt.ending == "done" for attempt in before)
+        readable = any(
+            attempt.ending == "done" for attempt in attempts.load_attempts(run, "train")[-2:-1]
+        )
         for path in run.metrics_files()[-1:] if readable else ():
             steps = _logged_steps(path)
     if command.steps is None or not steps or steps[-1] >= command.steps:
@@ -221,8 +223,14 @@ def _with_stacks(
         ranks = blocked.missing_ranks or stacks.outliers(locations)
         workers = (locations[rank].worker if rank in locations else rank for rank in ranks)
         suspects = tuple(dict.fromkeys(node_of[rank] for rank in workers if rank in node_of))
-    hang = hang.model_copy(update={"collectives": blocked.lines, "missing": blocked.missing_ranks})
-    hang = hang.model_copy(update={"unresponsive_nodes": unresponsive, "suspects": suspects})
+    hang = hang.model_copy(
+        update={
+            "collectives": blocked.lines,
+            "missing": blocked.missing_ranks,
+            "unresponsive_nodes": unresponsive,
+            "suspects": suspects,
+        }
+    )
     return hang, stacks.stack_lines(locations, blocked.missing_ranks)
 
 

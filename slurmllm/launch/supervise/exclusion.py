@@ -93,10 +93,10 @@ def failing(
         [a for a in attempts if (a.stage, a.attempt) != (record.stage, record.attempt)],
         _proven(run, closed, allocation),
     )
-    checked = [name for name, fault in faults.items() if fault.evidence == "check"]
-    for name in checked:
-        checks = tuple(f.check for f in _health(closed, run, name).of("fail"))
-        faults[name] = faults[name]._replace(checks=checks)
+    for name, fault in faults.items():
+        if fault.evidence == "check":
+            failed = _health(closed, run, name).of("fail")
+            faults[name] = fault._replace(checks=tuple(finding.check for finding in failed))
     return faults
 
 
@@ -108,8 +108,9 @@ def slow_nodes(run: RunDir, record: AttemptRecord) -> dict[str, NodeFault]:
     """Return the nodes to exclude because a rank there has been slow for long."""
     now = time.time()
     slow = read_slow_ranks(run, record) or () if record.job_id else ()
-    long = [rank for rank in slow if now - rank.since > SLOW_S]
-    return {rank.node: NodeFault("slow", rank.text(now)) for rank in long}
+    return {
+        rank.node: NodeFault("slow", rank.text(now)) for rank in slow if now - rank.since > SLOW_S
+    }
 
 
 def _proven(
@@ -229,15 +230,12 @@ def include(run: RunDir, client: SlurmClient, names: Sequence[str]) -> list[str]
 
 def excluded_by_jobs(client: SlurmClient, jobs: Sequence[str]) -> dict[str, list[str]]:
     """Return the nodes that each pending job excludes, those of the recipe included."""
-    queue = client.queue(jobs).values()
-    lists = {job.job_id: job.excluded for job in queue if job.state == "PENDING" and job.excluded}
+    lists = {
+        job.job_id: job.excluded
+        for job in client.queue(jobs).values()
+        if job.state == "PENDING" and job.excluded
+    }
     return {job: client.hostnames(nodes) for job, nodes in lists.items()}
-
-
-def to_avoid(client: SlurmClient, run: RunDir, script: str, config: RunConfig) -> list[str]:
-    """Return the excluded nodes without which a run's next job can start."""
-    before = excluded_names(client, run, config)
-    return nodes_to_avoid(client, script, (), before)
 
 
 def usable(state: str) -> bool:

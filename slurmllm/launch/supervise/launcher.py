@@ -140,9 +140,9 @@ class Launcher(Workers):
             for node in self.record.nodes:  # of an attempt that did not finish
                 self.run.graphs_of_node(node).unlink(missing_ok=True)
             # A complete archive here was rejected by the user (`--precompile always`).
-            with suppress(StorageError):
-                if GraphManifest.load(self.run.graphs_manifest).complete:
-                    self.run.graphs_manifest.unlink(missing_ok=True)
+            rejected = GraphManifest.find_readable(self.run.graphs_manifest)
+            if rejected and rejected.complete:
+                self.run.graphs_manifest.unlink(missing_ok=True)
         remove_leftovers(self.planned_cache)
 
     def _install_graphs(self, installed: Path) -> None:
@@ -254,19 +254,26 @@ class Launcher(Workers):
     def _archive_graphs(self, compile_s: float) -> None:
         # The other nodes submit their graphs through the run directory.
         other_nodes = () if self.local else self.record.nodes[1:]
-        graphs = self.backend.graphs(self.cache)
         self.save(
             compile_s=compile_s,
-            graphs=tuple(graph.folder for graph in graphs if graph.state == "compiled"),
+            graphs=tuple(
+                graph.folder
+                for graph in self.backend.graphs(self.cache)
+                if graph.state == "compiled"
+            ),
         )
         if self.node_rank != 0:
             # Nodes before this one submit the graphs that both have compiled.
-            before = map(self._record_of, self.record.nodes[: self.node_rank])
             graph_cache.submit_graphs(
                 self.cache,
                 self.run,
                 self.node,
-                without={folder for r in before if r is not None for folder in r.graphs},
+                without={
+                    folder
+                    for r in map(self._record_of, self.record.nodes[: self.node_rank])
+                    if r is not None
+                    for folder in r.graphs
+                },
             )
             return
         missing = graph_cache.collect_graphs(
@@ -292,9 +299,7 @@ class Launcher(Workers):
         )
 
     def _record_of(self, node: str) -> NodeRecord | None:
-        with suppress(StorageError):
-            return NodeRecord.find(self.attempt.node(node))
-        return None
+        return NodeRecord.find_readable(self.attempt.node(node))
 
     def _has_failed(self, node: str) -> bool:
         """Whether another precompile node will submit nothing more: it failed, or was stopped."""

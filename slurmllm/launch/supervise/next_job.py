@@ -30,7 +30,6 @@ from slurmllm.launch.supervise.exclusion import (
     excluded_names,
     nodes_to_avoid,
     requeue,
-    to_avoid,
 )
 from slurmllm.launch.supervise.policy import backoff_s, gained, is_transient
 from slurmllm.launch.supervise.run_lock import locked, was_restarted
@@ -93,7 +92,10 @@ class NextJob:
         return script_of(self.run, stage, self.config.cluster.trusted_group)
 
     def _avoided_by_train(self) -> list[str]:
-        return to_avoid(self._job.client, self.run, self._script("train"), self.config)
+        """Return the excluded nodes without which the run's next train job can start."""
+        client = self._job.client
+        excluded = excluded_names(client, self.run, self.config)
+        return nodes_to_avoid(client, self._script("train"), (), excluded)
 
     def replace(self, avoid: Sequence[str] = (), lost: bool = True) -> None:
         """Submit this job once more, as another job, and with it what depends on it.
@@ -147,8 +149,9 @@ class NextJob:
             if len(closed.blamed_nodes) == 1 and not gained(closed):
                 before += closed.blamed_nodes  # without evidence: another node may work
             # Slurm may not have noticed the loss yet and would start the job on the same nodes.
-            script = self._script(self.stage) if lost or before else ""
-            avoid = nodes_to_avoid(client, script, lost, before, job)
+            avoid = nodes_to_avoid(
+                client, self._script(self.stage) if lost or before else "", lost, before, job
+            )
             if closed.action == "chain":
                 return self._chain(closed, avoid)
             without_lost = auto and self.stage == "train" and {*lost} & {*avoid}
@@ -272,15 +275,17 @@ def close_when_writable(
     except StorageError as error:
         log.warning("%s", error)
         # Slurm takes comments of at most 1,024 characters.
-        unrecorded = UnrecordedEnding(
-            stage=record.stage,
-            attempt=record.attempt,
-            ended_at=time.time(),
-            ending=ending.ending,
-            evidence=tuple(line[:300] for line in ending.evidence[:2]),
-            blamed_nodes=ending.blamed_nodes[:8],
+        _set_comment(
+            allocation,
+            UnrecordedEnding(
+                stage=record.stage,
+                attempt=record.attempt,
+                ended_at=time.time(),
+                ending=ending.ending,
+                evidence=tuple(line[:300] for line in ending.evidence[:2]),
+                blamed_nodes=ending.blamed_nodes[:8],
+            ),
         )
-        _set_comment(allocation, unrecorded)
         if not is_transient([str(error)]) or not wait_writable(run, CLOSE_S):
             raise
     closed = close()
@@ -321,8 +326,9 @@ def requeue_unrecorded(
     Raises the error if it is not transient, or if as many starts in a row failed with it as
     slurm.storage_budget allows.
     """
-    slurm = isinstance(allocation, SlurmAllocation)
-    if not is_transient([str(error)]) or (slurm and allocation.state() == "CANCELLED"):
+    if not is_transient([str(error)]) or (
+        isinstance(allocation, SlurmAllocation) and allocation.state() == "CANCELLED"
+    ):
         raise error
     limits = SlurmConfig()
     recorded = -1

@@ -100,8 +100,9 @@ def decide(
     if alike >= limits.no_progress_limit and closed.ending != "divergence":
         message = f"{alike} attempts in a row without a new checkpoint (slurm.no_progress_limit)"
         evidence = (message, f"the last one: {closed.ending}", *closed.evidence)
-        stopped = {"ending": "no_progress", "evidence": evidence}
-        return _with_action(closed, "stop").model_copy(update=stopped)
+        return _with_action(closed, "stop").model_copy(
+            update={"ending": "no_progress", "evidence": evidence}
+        )
     backoff = 0.0
     if closed.ending in BUDGETS:
         field, name = BUDGETS[closed.ending]
@@ -143,8 +144,9 @@ def _count_same_nodes(idle: Sequence[AttemptRecord]) -> int:
 
 
 def _with_action(closed: AttemptRecord, action: Action, *reasons: str) -> AttemptRecord:
-    evidence = (*closed.evidence, *reasons)
-    return closed.model_copy(update={"action": action, "backoff_s": 0.0, "evidence": evidence})
+    return closed.model_copy(
+        update={"action": action, "backoff_s": 0.0, "evidence": (*closed.evidence, *reasons)}
+    )
 
 
 def backoff_s(first_s: float, failures: int) -> float:

@@ -21,7 +21,7 @@ from typing import cast
 from slurmllm.core.config.resolve import RunConfig
 from slurmllm.core.errors import NodeError, StorageError
 from slurmllm.core.run.records import AttemptRecord
-from slurmllm.core.run.rundir import STAGES, RunDir, Stage, storage_errors
+from slurmllm.core.run.rundir import STAGES, RunDir, Stage, rank_files, storage_errors
 from slurmllm.core.run.safe_files import (
     check_private_folder,
     open_append,
@@ -65,8 +65,10 @@ class RankLogs:
             try:
                 if self._files is None:
                     base = _logs_folder(self.config, self.run)
-                    start = f"{round(self.record.started_at * 1000)}-{self.node}"
-                    folder = base / f"{stage}_{number:03d}-{start}"
+                    folder = (
+                        base
+                        / f"{stage}_{number:03d}-{round(self.record.started_at * 1000)}-{self.node}"
+                    )
                     with node_disk(f"make a folder in {base}"):
                         base.mkdir(mode=0o700, exist_ok=True)
                         check_private_folder(base)
@@ -75,8 +77,11 @@ class RankLogs:
                 return open_append(self._files.folder / f"rank_{rank:05d}.log")
             except (NodeError, OSError) as error:
                 self._refused = True
-                message = "the logs of %s are written to the run directory, not to its own disk: %s"
-                log.warning(message, self.node, os_error_text(error))
+                log.warning(
+                    "the logs of %s are written to the run directory, not to its own disk: %s",
+                    self.node,
+                    os_error_text(error),
+                )
         path = self.run.worker_log(stage, number, rank)
         with storage_errors(f"cannot write {path}"):
             return open_append(path)
@@ -110,10 +115,8 @@ class _LocalFiles:
         """Copy all logs, then remove them unless a copy failed; returns whether all were copied."""
         complete = True
         with self.lock:
-            for path in self.paths():
-                target = self.run.worker_log(
-                    self.stage, self.attempt, int(path.stem.removeprefix("rank_"))
-                )
+            for rank, path in self.paths().items():
+                target = self.run.worker_log(self.stage, self.attempt, rank)
                 try:
                     _copy(path, target)
                 except OSError as error:
@@ -128,10 +131,9 @@ class _LocalFiles:
                 shutil.rmtree(self.folder, ignore_errors=True)
         return complete
 
-    def paths(self) -> list[Path]:
-        return sorted(
-            path for path in self.folder.iterdir() if re.match(r"^rank_\d{5,}\.log$", path.name)
-        )
+    def paths(self) -> dict[int, Path]:
+        """Return the logs by rank."""
+        return rank_files(str(self.folder / "rank_"), ".log")
 
 
 def _copy(path: Path, target: Path) -> None:

@@ -125,8 +125,9 @@ def resume_check_of(run: RunDir, config: RunConfig, record: AttemptRecord) -> Re
     begin = first_attempt(run)
     if any(entry.attempt >= begin for entry in SkipsRecord.of(run).rejected):
         return None
-    has_older = any(step < record.checkpoint_before for step in steps)
-    return ResumeCheck(run, record) if has_older else None
+    return (
+        ResumeCheck(run, record) if any(step < record.checkpoint_before for step in steps) else None
+    )
 
 
 def judge_resume(run: RunDir, record: AttemptRecord, ending: Ending, check: ResumeCheck) -> Ending:

@@ -19,7 +19,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from slurmllm.core.errors import RunError, SlurmError, StorageError
+from slurmllm.core.errors import RunError, SlurmError
 from slurmllm.core.run.records import AttemptRecord, Heartbeat, JobsRecord, LockRecord
 from slurmllm.core.run.rundir import RunDir, Stage, storage_errors
 from slurmllm.core.run.safe_files import open_regular, user_name
@@ -150,8 +150,7 @@ def _is_left_behind(holder: _Holder, unchanged_s: float) -> bool:
                 os.kill(record.pid, 0)
             return True
     # The clocks of two machines differ: it must also stay unchanged while this process looks.
-    expired = abs(time.time() - holder.changed_at) > EXPIRES_S
-    return expired and unchanged_s > 2 * RENEW_S
+    return abs(time.time() - holder.changed_at) > EXPIRES_S and unchanged_s > 2 * RENEW_S
 
 
 def _remove(path: Path, holder: _Holder) -> None:
@@ -209,9 +208,9 @@ def still_runs(run: RunDir, record: AttemptRecord, allocation: Allocation) -> st
     attempt counts as running.
     """
     here = record.host == socket.gethostname()
-    pid = record.pid if here and record.pid != os.getpid() else None
-    if pid is not None and is_running(pid, record.process, b"supervise"):
-        return f"process {pid} on {record.host} is its supervisor"
+    other = here and record.pid != os.getpid()
+    if other and is_running(record.pid, record.process, b"supervise"):
+        return f"process {record.pid} on {record.host} is its supervisor"
     if record.job_id is None:
         return None
     if not isinstance(allocation, SlurmAllocation):
@@ -238,7 +237,7 @@ def other_supervisor(run: RunDir, stage: Stage, allocation: Allocation) -> str |
         same = (record.job_id, record.restart_count, record.host) == this_start
         if record.ended_at is None and record.job_id is not None and same:
             pid = record.pid
-            if pid not in (None, os.getpid()) and is_running(pid, record.process, b"supervise"):
+            if pid != os.getpid() and is_running(pid, record.process, b"supervise"):
                 return (
                     f"attempt {record.attempt} of job {record.job_id} is supervised by {pid}; this "
                     "supervisor leaves"
@@ -249,26 +248,20 @@ def other_supervisor(run: RunDir, stage: Stage, allocation: Allocation) -> str |
 def _has_heartbeat(run: RunDir, record: AttemptRecord) -> bool:
     """Return whether the supervisor's node writes heartbeats; wait for the next if it is due."""
     path = record.files(run).heartbeat(record.nodes[0])
-    with suppress(StorageError):
-        first = latest = Heartbeat.find(path)
-        if first is None:
-            return False
-        age_s = max(time.time() - first.written_at, 0.0)
-        # 2 s: until a shared file system shows what another node has written.
-        deadline = time.monotonic() + HEARTBEAT_S + 2.0 - age_s
-        while latest == first and time.monotonic() < deadline:
-            time.sleep(0.5)
-            with suppress(StorageError):  # being written
-                latest = Heartbeat.find(path)
-        return latest != first
-    return False
+    if (first := Heartbeat.find_readable(path)) is None:
+        return False
+    # 2 s: until a shared file system shows what another node has written.
+    patience_s = HEARTBEAT_S + 2.0 - max(time.time() - first.written_at, 0.0)
+    # None: being written.
+    return wait_for(lambda: Heartbeat.find_readable(path) not in (first, None), patience_s, 0.5)
 
 
 def was_restarted(allocation: SlurmAllocation) -> bool:
     """Whether the job runs as a later incarnation: Slurm had lost contact with this one."""
     job = retry_unreachable(lambda: allocation.client.batch_job(allocation.job_id))
-    later = job.restarts > allocation.restart_count or job.host != allocation.nodes[0]
-    return job.state == "RUNNING" and later
+    return job.state == "RUNNING" and (
+        job.restarts > allocation.restart_count or job.host != allocation.nodes[0]
+    )
 
 
 def lost_start(allocation: Allocation) -> str | None:

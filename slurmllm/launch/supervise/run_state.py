@@ -161,8 +161,11 @@ def derive_state(records: RunRecords, jobs: Jobs) -> State:
     the record of an attempt that it may be about to supersede. `jobs`, by stage, are not read if
     the records show that the run has ended.
     """
-    by_records = _by_records(records, jobs)
-    return by_records or _by_active_jobs(records, jobs) or _by_ended_jobs(records, jobs)
+    return (
+        _by_records(records, jobs)
+        or _by_active_jobs(records, jobs)
+        or _by_ended_jobs(records, jobs)
+    )
 
 
 def _by_records(records: RunRecords, jobs: Jobs) -> State | None:
@@ -307,9 +310,7 @@ def _failed_job(run: RunDir, stage: Stage) -> str:
 def is_process_alive(submission: Submission) -> bool:
     """Return whether the process of a local submission is seen to run on this machine."""
     # Its identity names the boot of a machine: a shared file system shows runs of others, too.
-    return submission.pid not in (None, os.getpid()) and is_running(
-        submission.pid or 0, submission.process, b""
-    )
+    return submission.pid != os.getpid() and is_running(submission.pid, submission.process, b"")
 
 
 def host_elsewhere(submission: Submission, jobs: Jobs) -> str | None:
@@ -360,16 +361,15 @@ def start_command(run: RunDir) -> str:
 
 def sweep_process(run: RunDir) -> str | None:
     """Return the process of the local sweep that a run is in, if it runs or may run elsewhere."""
-    with suppress(StorageError):
-        sweep = SweepRecord.find(SweepDir(run.path.parent).record)
-        if sweep is None or sweep.pid in (None, os.getpid()):
-            return None
-        if is_running(sweep.pid, sweep.process, b"slurmllm"):
-            return f"process {sweep.pid}"
-        runs = (RunDir(run.path.parent / case.run) for case in sweep.cases)
-        writes = (time.time() - last_written(other) < SILENT_S for other in runs)
-        if sweep.host != socket.gethostname() and any(writes):
-            return f"process {sweep.pid} on {sweep.host}"
+    sweep = SweepRecord.find_readable(SweepDir(run.path.parent).record)
+    if sweep is None or sweep.pid in (None, os.getpid()):
+        return None
+    if is_running(sweep.pid, sweep.process, b"slurmllm"):
+        return f"process {sweep.pid}"
+    runs = (RunDir(run.path.parent / case.run) for case in sweep.cases)
+    writes = (time.time() - last_written(other) < SILENT_S for other in runs)
+    if sweep.host != socket.gethostname() and any(writes):
+        return f"process {sweep.pid} on {sweep.host}"
     return None
 
 
@@ -420,16 +420,13 @@ def read_job_states(
         elif queued := queue.jobs.get(job):
             ending = UnrecordedEnding.of_comment(queued.comment)
             reason = "" if queued.reason == "None" else queued.reason
-            texts = ("", "")
+            meaning = remedy = ""
             if reason and queued.state in WAITING_STATES:
-                texts = explain_waiting(reason, job, run.name, stage)
-                if "TimeLimit=MINUTES" in texts[1] and stage != "precompile":
+                meaning, remedy = explain_waiting(reason, job, run.name, stage)
+                if "TimeLimit=MINUTES" in remedy and stage != "precompile":
                     lead_s = load(run.config).recipe.slurm.signal_lead_s
-                    texts = (
-                        texts[0],
-                        texts[1] + f" (above {lead_s / 60:g}: slurm.signal_lead_s {lead_s})",
-                    )
-            jobs[stage] = JobState(job, queued.state, reason, *texts, ending)
+                    remedy += f" (above {lead_s / 60:g}: slurm.signal_lead_s {lead_s})"
+            jobs[stage] = JobState(job, queued.state, reason, meaning, remedy, ending)
         elif not enough:
             rows = [row for row in client.accounting(job) if row.job_id == job]
             jobs[stage] = JobState(job, rows[-1].state if rows else "UNKNOWN")

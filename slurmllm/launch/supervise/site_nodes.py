@@ -58,8 +58,7 @@ def read_records(root: Path) -> list[SiteNodeRecord]:
 
 def _read(path: Path) -> SiteNodeRecord | None:
     with suppress(OSError, ValueError):
-        content = read_limited(path, MAX_RECORD_BYTES)
-        record = SiteNodeRecord.model_validate_json(content)
+        record = SiteNodeRecord.model_validate_json(read_limited(path, MAX_RECORD_BYTES))
         user, until = user_name(path.lstat().st_uid), min(record.until, record.since + LONGEST_S)
         return record.model_copy(update={"user": user, "until": until})
     return None

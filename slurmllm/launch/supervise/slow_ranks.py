@@ -65,17 +65,16 @@ class SlowRanks:
                         peers=of_stage,
                         since=before[rank].since if rank in before else began,
                     )
-            path = self._record.files(self._run).slow_ranks
-            SlowRanksRecord(ranks=tuple(self.slow.values())).save(path)
+            SlowRanksRecord(ranks=tuple(self.slow.values())).save(
+                self._record.files(self._run).slow_ranks
+            )
         return [slow for rank, slow in self.slow.items() if rank not in before]
 
 
 def read_slow_ranks(run: RunDir, record: AttemptRecord) -> tuple[SlowRank, ...] | None:
     """Return the slow ranks of an attempt; None if they cannot be compared."""
-    with suppress(StorageError):
-        if slow := SlowRanksRecord.find(record.files(run).slow_ranks):
-            return slow.ranks
-    return None
+    slow = SlowRanksRecord.find_readable(record.files(run).slow_ranks)
+    return None if slow is None else slow.ranks
 
 
 def find_slow(

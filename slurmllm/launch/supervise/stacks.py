@@ -139,9 +139,10 @@ def inspect_process(pid: int, by_spy: bool = True) -> str:
     spy = shutil.which("py-spy") if by_spy else None
     if spy is None:
         return head
-    command = [spy, "dump", "--nonblocking", "--pid", str(pid)]
     with suppress(OSError, subprocess.TimeoutExpired):
-        done = subprocess.run(command, capture_output=True, timeout=10.0)
+        done = subprocess.run(
+            [spy, "dump", "--nonblocking", "--pid", str(pid)], capture_output=True, timeout=10.0
+        )
         return head + (done.stdout or done.stderr).decode(errors="replace")
     return head
 

@@ -68,8 +68,9 @@ def register_train_job(run: RunDir, allocation: Allocation) -> str | None:
         last = JobsRecord.last_of(run)
         if last.train_job != predecessor:
             return None  # it is recorded already, or of an earlier submission
-        successors = client.successors(predecessor, _name(run, last))
-        client.cancel([job for job in successors if job != this_job])
+        client.cancel(
+            [job for job in client.successors(predecessor, _name(run, last)) if job != this_job]
+        )
         if reason := _ended(run, last, client):
             return reason
         JobsRecord.change_last(

@@ -232,8 +232,9 @@ class Supervisor:
         failed = self._preparation.failed_nodes
         failed.update(name for name, fault in self._failing.items() if fault.evidence != "slow")
         # A slow node is better than a wait in the queue.
-        avoided = [*self._failing, *self._avoided(self.allocation)]
-        chosen = self.allocation.choose(failed, len(record.nodes), avoided)
+        chosen = self.allocation.choose(
+            failed, len(record.nodes), [*self._failing, *self._avoided(self.allocation)]
+        )
         try:
             if chosen:
                 self.allocation.give_up(failed.union(self._failing).difference(chosen))
@@ -295,8 +296,9 @@ class Supervisor:
                 log.warning("%s", error)
         log_attempt(closed, f"{closed.ending} → {closed.action}: {'; '.join(closed.evidence)}")
         self.notifier.closed(closed)
-        nodes = attempts.node_records(self.run, record)
-        if line := attempts.unequal_versions({name: n.versions for name, n in nodes.items()}):
+        if line := attempts.unequal_versions(
+            {name: n.versions for name, n in attempts.node_records(self.run, record).items()}
+        ):
             log_attempt(closed, f"warning: {line}")
         # A requeue must not wait for the merge: the next attempt begins with it.
         ended = closed.action in ("finish", "stop") and closed.ending != "superseded"

@@ -190,8 +190,9 @@ class TrainerLauncher(Launcher):
         until = time.monotonic() + STACKS_S
         for rank, pid in self.pids().items():
             with suppress(OSError):
-                dump = stacks_of(pid, until)
-                write_whole(self.attempt.stacks(rank), dump.encode(), durable=False)
+                write_whole(
+                    self.attempt.stacks(rank), stacks_of(pid, until).encode(), durable=False
+                )
 
     def kill(self, ranks: Sequence[int]) -> None:
         for rank in ranks:

@@ -11,7 +11,6 @@ waits for the shared file system; the launcher forwards changes a few times a mi
 from __future__ import annotations
 
 import fcntl
-import json
 import logging
 import os
 import shutil
@@ -24,7 +23,7 @@ from pathlib import Path
 
 from slurmllm.core.config.operation import WatchdogConfig
 from slurmllm.core.config.yaml_source import LARGEST_YAML
-from slurmllm.core.errors import StorageError
+from slurmllm.core.metrics.row_reader import Row, json_number, last_rows
 from slurmllm.core.run.records import (
     AttemptRecord,
     HangRecord,
@@ -38,7 +37,6 @@ from slurmllm.core.run.rundir import AttemptDir, RunDir, read_all
 from slurmllm.core.run.safe_files import (
     check_private_folder,
     open_lock,
-    open_regular,
     open_update,
     os_error_text,
     read_limited,
@@ -62,7 +60,6 @@ UNRESPONSIVE_S = 4 * HEARTBEAT_S  # without a heartbeat
 STEPS_LEARNED = 200
 _FOLDER = "slurmllm-phases-"
 _LOCK = "lock"
-_TAIL_BYTES = 128 * 1024
 
 log = logging.getLogger(__name__)
 
@@ -130,31 +127,23 @@ def slow_step_s(step_times: Sequence[float]) -> float | None:
 
 def read_heartbeats(run: RunDir, record: AttemptRecord) -> list[Heartbeat]:
     """Return the heartbeats of an attempt's nodes that are written and not damaged."""
-    attempt = record.files(run)
-
-    def read(name: str) -> Heartbeat | None:
-        with suppress(StorageError):
-            return Heartbeat.load(attempt.heartbeat(name))
-        return None
-
-    return [beat for beat in read_all(read, record.nodes) if beat is not None]
+    paths = map(record.files(run).heartbeat, record.nodes)
+    return [beat for beat in read_all(Heartbeat.find_readable, paths) if beat is not None]
 
 
 def recent_step_times(run: RunDir) -> list[float]:
     """Return the last intervals between rows, s, oldest first: our trainer has a row per step."""
     durations: list[float] = []
     for path in reversed(run.metrics_files()):
-        rows = []
-        with suppress(OSError), open_regular(path) as stream:
-            stream.seek(max(0, stream.seek(0, 2) - _TAIL_BYTES))
-            for line in stream.read().splitlines():
-                # A line that is being written.
-                with suppress(ValueError, AttributeError, TypeError):
-                    row = json.loads(line)
-                    rows.append((int(row.get("step", 0)), float(row.get("step_time_s", 0.0))))
-        # The first row is the attempt's first step, or follows a line that the seek has cut.
-        pairs = [(before, step, step_s) for (before, _), (step, step_s) in pairwise(rows) if step_s]
-        durations = [step_s * max(step - before, 1) for before, step, step_s in pairs] + durations
+        rows = list[Row]()
+        with suppress(OSError):
+            rows = last_rows(path, STEPS_LEARNED + 1)
+        # The first row is the attempt's first step, or follows one that is not read.
+        durations = [
+            step_s * max(row["step"] - before["step"], 1)
+            for before, row in pairwise(rows)
+            if (step_s := json_number(row.get("step_time_s")) or 0.0) > 0
+        ] + durations
         if len(durations) >= STEPS_LEARNED:
             break
     return durations[-STEPS_LEARNED:]
@@ -218,8 +207,13 @@ class Watchdog:
         if unchanged_s <= limit_s(slowest.phase, self.config, 0.0):
             return None  # below the lowest limit: no need to read the step times
         # A node that has reported how its workers ended writes no more heartbeats: that is no hang.
-        reported = read_all(self._has_reported, self.record.nodes)
-        ended = {name for name, done in zip(self.record.nodes, reported, strict=True) if done}
+        ended = {
+            name
+            for name, done in zip(
+                self.record.nodes, read_all(self._has_reported, self.record.nodes), strict=True
+            )
+            if done
+        }
         nodes = {rank: name for rank, name in self._nodes.items() if name not in ended}
         phases = {rank: phase for rank, phase in self._phases.items() if rank in nodes}
         # If all ranks that report phases have ended, give them the slowest phase: none lags.
@@ -237,9 +231,7 @@ class Watchdog:
         return find_hang(phases, nodes, unchanged_s, unresponsive, self.config, slow_s)
 
     def _has_reported(self, name: str) -> bool:
-        with suppress(StorageError):
-            return reported_all(NodeRecord.find(self.record.files(self.run).node(name)))
-        return False
+        return reported_all(NodeRecord.find_readable(self.record.files(self.run).node(name)))
 
     def _read(self, now: float) -> None:
         with suppress(OSError):  # rank 0 appends a row per step
@@ -388,10 +380,9 @@ class Heartbeats:
             time.sleep(0.2)  # for a dump that has begun to end
         for rank, pid in running.items():
             dump = self._read_dump(rank) or f"no answer; {inspect_process(pid)}"
-            path = self._attempt.stacks(rank)
             with suppress(OSError):
                 # The other nodes count these files.
-                write_whole(path, dump.encode(), durable=False)
+                write_whole(self._attempt.stacks(rank), dump.encode(), durable=False)
 
     def close(self) -> None:
         self._close_heartbeat()

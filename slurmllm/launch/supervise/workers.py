@@ -149,8 +149,9 @@ class Workers:
         self.heartbeats = Heartbeats(self.attempt, self.node, self.config.recipe.watchdog)
         folder = self.heartbeats.folder
         if self.watched and folder is not None:
-            cuda = self.config.cluster.device == "cuda"
-            self.variables |= recorder_variables(folder, os.environ, cuda)
+            self.variables |= recorder_variables(
+                folder, os.environ, self.config.cluster.device == "cuda"
+            )
         self.start_services(self.heartbeats, per_node)
         mesh = load_mesh(self.run.plan)
         for local_rank in range(per_node):
@@ -220,17 +221,18 @@ class Workers:
         """Return the variables of a worker, beyond this process's."""
         # Compiled CPU graphs contain the number of threads: precompile must use train's.
         on_node = os.environ.get("SLURM_CPUS_ON_NODE") or len(os.sched_getaffinity(0))
-        rendezvous = rendezvous_variables(
-            self.record.master_addr,
-            self.record.master_port,
-            nodes=len(self.record.nodes),
-            workers_per_node=self.config.workers_per_node,
-            node_rank=self.node_rank,
-            local_rank=local_rank,
-            threads=threads_of(self.config.cluster.cpus_per_node or int(on_node), mesh, self.local),
-        )
         return {
-            **rendezvous,
+            **rendezvous_variables(
+                self.record.master_addr,
+                self.record.master_port,
+                nodes=len(self.record.nodes),
+                workers_per_node=self.config.workers_per_node,
+                node_rank=self.node_rank,
+                local_rank=local_rank,
+                threads=threads_of(
+                    self.config.cluster.cpus_per_node or int(on_node), mesh, self.local
+                ),
+            ),
             NODE_NAME: self.node,
             SHARING: str(sharing(mesh, self.local)),
             "PATH": search_path(),
@@ -314,15 +316,14 @@ class Workers:
             self.collect_dumps()
             self.dump_stacks(self.heartbeats)
             # Wait for the other nodes' stacks: a worker that loses a peer no longer hangs.
-            folder = self.attempt.stacks(0).parent
-            deadline = time.monotonic() + STACKS_S
-            while time.monotonic() < deadline:
-                with suppress(OSError):
-                    if sum(1 for _ in folder.iterdir()) >= self.record.world_size:
-                        break
-                time.sleep(0.5)
+            wait_for(self._all_dumped, STACKS_S, 0.5)
             return True
         return superseded
+
+    def _all_dumped(self) -> bool:
+        with suppress(OSError):
+            return len([*self.attempt.stacks(0).parent.iterdir()]) >= self.record.world_size
+        return False
 
     def collect_dumps(self) -> None:
         """Store the ranks' recordings of their collectives."""
@@ -351,8 +352,10 @@ class Workers:
         self.kill(running)
         for rank in running:
             self.processes[rank].wait()
-        stopped = (*self.node_record.stopped_ranks, *running)  # it may be called again
-        self.node_record = self.node_record.model_copy(update={"stopped_ranks": stopped})
+        # it may be called again
+        self.node_record = self.node_record.model_copy(
+            update={"stopped_ranks": (*self.node_record.stopped_ranks, *running)}
+        )
 
     def kill(self, ranks: Sequence[int]) -> None:
         for rank in ranks:

@@ -215,7 +215,7 @@ def test_nothing_is_written_or_removed_through_a_link(tmp_path: Path) -> None:
     merge.merge_new_graphs(run)
     assert (victim / "000_n1.json").read_text() == "precious"
     with pytest.raises(OSError, match="is a link, not a folder of the run"):
-        graph_cache.write_archive(tmp_path / ".cache-r", run.new_graphs / "x.tar")
+        graph_cache.write_archive(tmp_path / ".cache-r", run.new_graphs / "x.tar", ())
     assert len(list(victim.iterdir())) == 1
 
 

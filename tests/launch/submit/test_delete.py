@@ -2,7 +2,9 @@
 
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
+import psutil
 import pytest
 from command_line import call, call_json, fails
 from fake_slurm import FakeSlurm
@@ -94,14 +96,9 @@ def test_advice_of_a_deletion_costs_no_checkpoints(
 def test_a_mounted_folder_is_not_deleted(
     run: RunDir, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    read_text, everything = Path.read_text, size(run.path)
-    point = f"{run.path}/{name}".replace(" ", r"\040")
-    row = f"36 35 98:0 /mnt1 {point} rw,noatime master:1 - ext3 /dev/root rw\n"
-
-    def read(path: Path, *arguments: str) -> str:
-        return row if path.name == "mountinfo" else read_text(path, *arguments)
-
-    monkeypatch.setattr(Path, "read_text", read)
+    everything = size(run.path)
+    mount = SimpleNamespace(mountpoint=f"{run.path}/{name}")
+    monkeypatch.setattr(psutil, "disk_partitions", lambda all: [mount])
     assert f"{run.path}/{name} is mounted in" in fails(2, "delete", "r", "--yes")
     assert size(run.path) == everything
 

@@ -273,15 +273,16 @@ def test_where_the_time_went_and_what_was_gained(run: RunDir) -> None:
     EventLog(run.events(0), 0).add("save", 8, waited_s=5.0)
     save = json.loads(run.events(0).read_text()) | {"time": 145.0}
     run.events(0).write_text(json.dumps(save) + '\n{"kind": "sa')
-    outcome = attempts.timeline(run, record, first_symptom_at=168.0)
+    config = resolve("tiny_neox")
+    outcome = attempts.timeline(run, record, 168.0, config)
     phases |= {"start_up": 10.0, "first_step": 10.0, "training": 33.0}
     assert outcome.phases_s == phases | {"saving": 5.0, "stopping": 3.0}
     assert (outcome.first_step, outcome.last_step) == (7, 10)
     assert (outcome.steps_gained, outcome.steps_lost) == (0, 4)
-    assert attempts.timeline(run, record, None).phases_s["stopping"] == 6.0
+    assert attempts.timeline(run, record, None, config).phases_s["stopping"] == 6.0
     evaluation = save | {"kind": "evaluation", "step": 9, "time": 160.0, "waited_s": 4.0}
     write_rows(run.events(0), [save, evaluation])
-    phases = attempts.timeline(run, record, first_symptom_at=168.0).phases_s
+    phases = attempts.timeline(run, record, 168.0, config).phases_s
     assert (phases["training"], phases["evaluation"]) == (29.0, 4.0)
 
 
@@ -366,11 +367,11 @@ def gather(
     run, cluster = ended
     allocation, observed = start_of(cluster, "1", ("n1", "n2")), Observations(hang=hang)
     record = attempt_record(job_id="1")
-    config = None
+    config = resolve("tiny_neox", "p4d")
     if command is not None:
         config = resolve("trainers/plain", "local", ["command.run=x"])
         config = config.with_settings("command", **dict(command))
-    return gather_evidence(run, record, allocation, observed, stop_signal, config=config)
+    return gather_evidence(run, record, allocation, observed, stop_signal, (), config)
 
 
 def test_what_slurm_and_the_nodes_report(ended: Ended) -> None:

@@ -8,6 +8,7 @@ from command_line import call, call_json
 from made_records import make_run, save_attempt, save_manifest, save_submission
 
 from slurmllm.analysis.status.history import read_history
+from slurmllm.core.config.load import load
 from slurmllm.core.metrics.source import read_curve
 from slurmllm.core.run.records import AttemptRecord
 from slurmllm.core.run.rundir import RunDir
@@ -76,12 +77,13 @@ def test_verbs_read_its_rows(run: RunDir, tmp_path: Path) -> None:
 
 
 def test_its_time_is_that_of_all_steps(run: RunDir) -> None:
+    config = load(run.config)
     first, last = (AttemptRecord.load(run.attempt("train", n).record) for n in (0, 1))
-    read = timeline(run, first, None)
+    read = timeline(run, first, None, config)
     assert (read.first_step, read.last_step, read.steps_gained, read.steps_lost) == (1, 120, 95, 25)
     parts = {"start_up": 10.0, "first_step": 20.0, "training": 220.0}
     assert read.phases_s == parts | {"saving": 0.0, "stopping": 50.0}
-    read = timeline(run, last, None)
+    read = timeline(run, last, None, config)
     assert (read.first_step, read.phases_s["start_up"]) == (96, 20.0)
     history = read_history(run)
     assert history.steps[1].numbers.tolist() == list(range(96, 201))

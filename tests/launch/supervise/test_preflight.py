@@ -35,9 +35,10 @@ from slurmllm.launch.supervise.exclusion import (
     drain,
     exclude_failed,
     excluded,
+    excluded_names,
     failing,
     include,
-    to_avoid,
+    nodes_to_avoid,
 )
 from slurmllm.launch.supervise.preflight import Preparation, preflight, preflight_ending
 from slurmllm.launch.supervise.supervisor import Supervisor
@@ -336,12 +337,14 @@ def test_again_and_for_longer(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> N
 def test_included_nodes_are_taken_off_pending_jobs(run: RunDir) -> None:
     slurm, script = FakeSlurm(NODES), "#!/bin/bash\n#SBATCH --nodes=2\n"
     config = load(run.config)
-    assert to_avoid(slurm, run, script, config) == []
+    names = excluded_names(slurm, run, config)
+    assert nodes_to_avoid(slurm, script, (), names) == []
     times = {"since": time.time(), "until": time.time() + 60}
     nodes = [ExcludedNode(node=name, reason="x", **times) for name in ("n2", "n3")]
     ExcludedNodes(nodes=tuple(nodes)).save(run.excluded)
-    assert to_avoid(slurm, run, script, config) == ["n3"]  # the job needs two of three
-    assert to_avoid(slurm, run, f"{script}#SBATCH --exclude=n1\n", config) == []
+    names = excluded_names(slurm, run, config)
+    assert nodes_to_avoid(slurm, script, (), names) == ["n3"]  # the job needs two of three
+    assert nodes_to_avoid(slurm, f"{script}#SBATCH --exclude=n1\n", (), names) == []
     job = slurm.submit(script, exclude=["n2", "n3"])
     save_submission(run, nodes=2, train_job=job)
     with pytest.raises(UserError, match="does not exclude n1; excluded nodes: n2, n3"):
