@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,7 +17,7 @@ from slurmllm.core.format import Texts
 
 if TYPE_CHECKING:
     from slurmllm.core.config.resolve import RunConfig
-    from slurmllm.core.run.records import Finding, NodeHealth
+    from slurmllm.core.run.records import Finding, NodeHealth, NodeHealths
     from slurmllm.launch.supervise.allocation import Allocation
 
 
@@ -116,9 +116,7 @@ def health(
     ctx.exit(code)
 
 
-def _end_exclusions(
-    allocation: Allocation, checked: Mapping[str, NodeHealth], runs_dir: Path
-) -> list[str]:
+def _end_exclusions(allocation: Allocation, checked: NodeHealths, runs_dir: Path) -> list[str]:
     """End exclusions of nodes that passed the checks; returns a line for each excluded node."""
     from slurmllm.launch.supervise.allocation import SlurmAllocation
     from slurmllm.launch.supervise.site_nodes import end_by_health
@@ -137,9 +135,7 @@ def _end_exclusions(
         return [f"warning: no exclusion was ended: {error}"]
 
 
-def _check(
-    allocation: Allocation, config: RunConfig, folder: Path, bandwidth: bool
-) -> dict[str, NodeHealth]:
+def _check(allocation: Allocation, config: RunConfig, folder: Path, bandwidth: bool) -> NodeHealths:
     from slurmllm.launch.diagnose.bandwidth import with_bandwidth
     from slurmllm.launch.diagnose.probe import LaunchError, check_nodes, unstarted
     from slurmllm.launch.supervise.allocation import node_command
@@ -163,7 +159,7 @@ def _check(
     return with_bandwidth(checked, allocation, allocation.job_id, config, command, free_port())
 
 
-def _print_table(cluster: str, nodes: Mapping[str, NodeHealth]) -> None:
+def _print_table(cluster: str, nodes: NodeHealths) -> None:
     checks = list(dict.fromkeys(f.check for record in nodes.values() for f in record.findings))
     rows = []
     for name, record in nodes.items():

@@ -16,6 +16,7 @@ from typing import ClassVar, Literal
 
 from slurmllm.core.config.resolve import RunConfig, resolve
 from slurmllm.core.run.records import Record
+from slurmllm.core.slurm.error_texts import ChildProcess
 from slurmllm.launch.diagnose.probe import JsonLine
 from slurmllm.train.backends.environment import load_environment
 from slurmllm.train.control.rendezvous import (
@@ -125,7 +126,7 @@ def _measure(task: Task, node: int, cache: str) -> int:
     shared = {name: variable.value for name, variable in caches.items()}
     shared |= {**task.variables, SHARING: str(task.sharing)}
 
-    def start(local_rank: int) -> subprocess.Popen[bytes]:
+    def start(local_rank: int) -> ChildProcess:
         rendezvous = rendezvous_variables(
             task.address,
             task.port,

@@ -21,7 +21,7 @@ from slurmllm.analysis.status.history import read_history
 from slurmllm.analysis.status.recoveries import find_recoveries
 from slurmllm.core.config.command import CommandConfig
 from slurmllm.core.errors import RunError
-from slurmllm.core.format import Texts
+from slurmllm.core.format import Json, Texts
 from slurmllm.core.metrics.curves import Curve, describe_ranges
 from slurmllm.core.metrics.row_reader import last_row_of
 from slurmllm.core.metrics.source import read_curve
@@ -299,7 +299,7 @@ def judge_resume(run: RunDir, curve: Curve, unbroken: Unbroken, hit: AttemptReco
     for entry in entries:
         if from_step <= entry.step < first:
             from_step, path = entry.step, str(entry.path)
-    update: dict[str, Any] = {"from_step": from_step, "checkpoint": path}
+    update: Json = {"from_step": from_step, "checkpoint": path}
     if from_step == 0 and first > 1 and not entries:  # a sparse log shows no earlier step
         update["from_step"] = None
     elif from_step == 0:

@@ -41,6 +41,7 @@ from slurmllm.core.run.records import AttemptRecord, JobsRecord, NodeRecord
 from slurmllm.core.run.rundir import RunDir, write_atomic
 from slurmllm.core.run.safe_files import open_append, os_error_text, read_limited
 from slurmllm.core.slurm.client import SlurmClient, step_beside
+from slurmllm.core.slurm.error_texts import ChildProcess
 from slurmllm.core.slurm.setup import slurm_environment
 from slurmllm.launch.submit.launch import submit_jobs
 from slurmllm.launch.submit.prepare import RunRequest, prepare
@@ -77,7 +78,7 @@ class SlurmRunner:
 
     def start_on_nodes(
         self, run: RunDir, nodes: Sequence[str], command: Sequence[str]
-    ) -> subprocess.Popen[bytes]:
+    ) -> ChildProcess:
         """Start a command on nodes of an active run."""
         srun = [*step_beside(self._job(run), nodes), *command]
         try:
@@ -116,7 +117,7 @@ class LocalRunner:
     """Launchers on this machine."""
 
     def __init__(self) -> None:
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: ChildProcess | None = None
         self._stderr: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115
 
     def start(self, run: RunDir, nodes: int) -> None:
@@ -133,7 +134,7 @@ class LocalRunner:
 
     def start_on_nodes(
         self, run: RunDir, nodes: Sequence[str], command: Sequence[str]
-    ) -> subprocess.Popen[bytes]:
+    ) -> ChildProcess:
         return subprocess.Popen(command, **_NO_FILES, preexec_fn=die_with_parent)
 
     def active(self, run: RunDir) -> bool:
@@ -290,7 +291,7 @@ class Drill:
         Returns the injected fault; None for the reference, or if the copy never trained.
         """
         is_cut = False
-        injector: subprocess.Popen[bytes] | None = None
+        injector: ChildProcess | None = None
         polled_at = 0.0
         try:
             self.progress(f"{copy}: starting")
@@ -342,7 +343,7 @@ class Drill:
         self.runner.start(run, self.plan.nodes)
         return True
 
-    def _start_injector(self, run: RunDir, kind: FaultKind) -> subprocess.Popen[bytes] | None:
+    def _start_injector(self, run: RunDir, kind: FaultKind) -> ChildProcess | None:
         """Start the injector on its node, if the first attempt's workers run there already."""
         path = run.attempt("train", 0).record
         if not path.is_file():

@@ -36,7 +36,8 @@ from slurmllm.train.checkpoint.foreign import list_trainer_checkpoints, newest_c
 FaultKind = Literal[
     "worker", "node", "first_node", "time_limit", "save", "hang", "terminate", "full_disk"
 ]
-FAULT_KINDS: tuple[FaultKind, ...] = get_args(FaultKind)
+FaultKinds = tuple[FaultKind, ...]
+FAULT_KINDS: FaultKinds = get_args(FaultKind)
 # Short, for a quick drill; the watchdog also waits for ten times the run's slow steps, as always.
 HANG_LIMIT_S = 20.0
 POLL_S = 0.005

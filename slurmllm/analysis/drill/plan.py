@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Self
 
-from slurmllm.analysis.drill.injector import FAULT_KINDS, FAULTS, FaultKind, FaultSpec
+from slurmllm.analysis.drill.injector import FAULT_KINDS, FAULTS, FaultKind, FaultKinds, FaultSpec
 from slurmllm.core.config.command import CommandConfig
 from slurmllm.core.config.resolve import RunConfig, change
 from slurmllm.core.errors import RunError
@@ -40,7 +40,7 @@ class DrillPlan:
     nodes: int
     local: bool  # whether the nodes are launchers on this machine
     number: int  # number of the drill among those of the run
-    kinds: tuple[FaultKind, ...]
+    kinds: FaultKinds
     steps: int  # 0: another project's trainer does not say, before the reference has ended
     every_steps: int  # steps between checkpoints; 0 if not known
     seed: int  # decides steps and victims of the faults
@@ -124,7 +124,7 @@ def make_plan(
     config: RunConfig,
     nodes: int,
     local: bool,
-    kinds: tuple[FaultKind, ...],
+    kinds: FaultKinds,
     *,
     steps: int | None,
     seed: int,
@@ -237,7 +237,7 @@ def why_no_reference(plan: DrillPlan, overrides: Sequence[str]) -> str | None:
     return None
 
 
-def parse_kinds(choice: str, nodes: int, of_command: bool = False) -> tuple[FaultKind, ...]:
+def parse_kinds(choice: str, nodes: int, of_command: bool = False) -> FaultKinds:
     """Return the kinds of `--kinds`; RunError if one is unknown or needs more nodes."""
     possible = [kind for kind in FAULT_KINDS if of_command or not FAULTS[kind].of_commands]
     if choice == "all":

@@ -36,7 +36,7 @@ from slurmllm.core.metrics.merge import FileRows
 from slurmllm.core.metrics.row_reader import read_events
 from slurmllm.core.metrics.source import distinct_names, read_curve
 from slurmllm.core.run.artifact_records import DataRecord
-from slurmllm.core.run.records import AttemptRecord, Event, NodeRecord
+from slurmllm.core.run.records import Attempts, Event, NodeRecord
 from slurmllm.core.run.rundir import RunDir, read_all
 from slurmllm.core.run.safe_files import os_error_text
 from slurmllm.core.slurm.client import SlurmClient
@@ -123,7 +123,7 @@ def _warn_of_lost_steps(run: RunDir, history: RunHistory, warnings: list[str]) -
 
 def _throughput_rates(
     curve: Curve,
-    attempts: Sequence[AttemptRecord],
+    attempts: Attempts,
     mesh: Mesh | None,
     configuration: LenientConfig,
     usd: float | None,
@@ -281,9 +281,7 @@ def _find_spikes(curve: Curve, warnings: list[str]) -> SpikeAnalysis | None:
     return warn_on_error(lambda: analyze(curve), warnings) if logged else None
 
 
-def _read_versions(
-    run: RunDir, attempts: Sequence[AttemptRecord], warnings: list[str]
-) -> dict[str, str]:
+def _read_versions(run: RunDir, attempts: Attempts, warnings: list[str]) -> dict[str, str]:
     """Return the versions on the nodes of the last attempt that recorded them."""
     for attempt in reversed(attempts):
         folder = attempt.files(run).path / "nodes"

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -28,17 +28,22 @@ from slurmllm.core.run.artifact_records import (
 from slurmllm.core.run.error_patterns import cause_line
 from slurmllm.core.run.records import (
     AttemptRecord,
+    Attempts,
     Event,
     ExcludedNode,
+    Exclusions,
     FailureRecord,
     HangRecord,
     NodeRecord,
+    NodeRecords,
     PassedOver,
     Phase,
+    Ranks,
     SkippedBatches,
     SkipsRecord,
     SlowRank,
-    WorkerPhase,
+    Versions,
+    WorkerPhases,
     WorkerRecord,
 )
 from slurmllm.core.run.rundir import RunDir, Stage, read_all
@@ -84,7 +89,7 @@ class WorkerProgress:
     # seconds since any worker last changed its phase or step, by the nodes' clocks
     unchanged_s: float
     limit_s: float | None  # seconds from which on this is a hang; None without a watchdog
-    behind: tuple[int, ...]  # ranks behind the others; empty if all are equally far
+    behind: Ranks  # ranks behind the others; empty if all are equally far
 
 
 @dataclass(frozen=True)
@@ -120,10 +125,10 @@ class Details:
     uncompiled: Texts  # why the graph archive is incomplete
     unused_graphs: dict[str, str]  # node of the last attempt → why it ignored the archive
     # node of the last attempt → versions of driver, runtime, compiler, …
-    versions: dict[str, dict[str, str]]
+    versions: dict[str, Versions]
     unequal_versions: str  # nodes with other versions; empty if all are equal
-    excluded: tuple[ExcludedNode, ...]
-    not_excluded: tuple[ExcludedNode, ...]  # recorded too, but used as there was no spare node
+    excluded: Exclusions
+    not_excluded: Exclusions  # recorded too, but used as there was no spare node
     compiling_s: float | None  # seconds since the first step began to compile; None if none does
     workers: WorkerProgress | None  # what the workers are doing; None if none are running
     # Slow ranks of a running attempt; None if ranks cannot be compared
@@ -152,13 +157,11 @@ class Details:
         }
 
 
-def read_details(
-    run: RunDir, attempts: Sequence[AttemptRecord], state: str, config: RunConfig
-) -> Details:
+def read_details(run: RunDir, attempts: Attempts, state: str, config: RunConfig) -> Details:
     """Read the details of a run; `attempts` are those of the train stage, oldest first."""
     recipe = config.recipe
     # Manifest, micro batch and mesh are derived: `resume` makes damaged ones again.
-    manifest, uncompiled, mesh = None, tuple[str, ...](), None
+    manifest, uncompiled, mesh = None, Texts(), None
     try:
         manifest = GraphManifest.find(run.graphs_manifest)
         uncompiled = faults(manifest, run) if manifest else ()
@@ -168,7 +171,7 @@ def read_details(
     with suppress(StorageError):
         mesh = load_mesh(run.plan)
     # Versions and first steps are figures only: a damaged record must not hide the run's state.
-    nodes: Mapping[str, NodeRecord] = {}
+    nodes: NodeRecords = {}
     with suppress(StorageError):
         for last in (attempts or load_attempts(run, "precompile"))[-1:]:
             nodes = node_records(run, last)
@@ -204,9 +207,7 @@ def read_details(
     )
 
 
-def excluded_nodes(
-    run: RunDir, attempts: Sequence[AttemptRecord]
-) -> tuple[tuple[ExcludedNode, ...], tuple[ExcludedNode, ...]]:
+def excluded_nodes(run: RunDir, attempts: Attempts) -> tuple[Exclusions, Exclusions]:
     """Return the excluded nodes, and those that the newest attempt uses anyway."""
     recorded, used = excluded(run), list[ExcludedNode]()
     for last in attempts[-1:]:  # training there now, or begun after the exclusion
@@ -215,9 +216,7 @@ def excluded_nodes(
     return tuple(node for node in recorded if node not in used), tuple(used)
 
 
-def _trainer_details(
-    run: RunDir, attempts: Sequence[AttemptRecord], command: CommandConfig
-) -> TrainerDetails:
+def _trainer_details(run: RunDir, attempts: Attempts, command: CommandConfig) -> TrainerDetails:
     missing = ""
     with suppress(StorageError):
         for last in attempts[-1:]:
@@ -268,7 +267,7 @@ def read_worker_progress(
     run: RunDir, record: AttemptRecord, config: WatchdogConfig
 ) -> WorkerProgress | None:
     """Return the progress of an open attempt; None before its launchers write a heartbeat."""
-    beats: dict[int, WorkerPhase] = {}
+    beats: WorkerPhases = {}
     for heartbeat in read_heartbeats(run, record):
         beats |= heartbeat.ranks
     if not beats:
@@ -372,7 +371,7 @@ def _most_likely(
     return next((worker for worker in failed if worker.code < 0), failed[0])
 
 
-def _exit(nodes: Mapping[str, NodeRecord], rank: int) -> Texts:
+def _exit(nodes: NodeRecords, rank: int) -> Texts:
     return tuple(how_ended(n.exit_codes[rank]) for n in nodes.values() if rank in n.exit_codes)
 
 

@@ -21,7 +21,7 @@ from slurmllm.core.metrics.attempt_metrics import read_attempts
 from slurmllm.core.metrics.curves import Floats, Ints
 from slurmllm.core.metrics.merge import FileRows, join_columns
 from slurmllm.core.metrics.row_reader import read_events
-from slurmllm.core.run.records import WAITS, AttemptRecord, JobsRecord, Submission
+from slurmllm.core.run.records import WAITS, AttemptRecord, Attempts, JobsRecord, Submission
 from slurmllm.core.run.rundir import STAGES, RunDir, Stage, read_all
 from slurmllm.core.slurm.client import AccountingRow, SlurmClient, to_unix
 
@@ -59,7 +59,7 @@ class RunHistory:
     """What a run did, and when."""
 
     name: str
-    attempts: Sequence[AttemptRecord]  # attempts of both stages
+    attempts: Attempts  # attempts of both stages
     # train attempt → its steps; only attempts with steps
     steps: Mapping[int, Steps] = field(default_factory=dict)
     # train attempt → seconds that training waited for its saves, if known

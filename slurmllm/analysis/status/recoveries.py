@@ -13,7 +13,7 @@ from pydantic import Field, computed_field
 
 from slurmllm.analysis.status.history import RunHistory
 from slurmllm.analysis.status.utilization import HOUR_S, break_down_time
-from slurmllm.core.run.records import AttemptRecord, EndingClass, Record
+from slurmllm.core.run.records import AttemptRecord, Attempts, EndingClass, Record
 
 RecoveryPhase = Literal[
     "noticing",  # from the last completed step to the first sign of the end
@@ -25,6 +25,7 @@ RecoveryPhase = Literal[
     "start_up",  # until the first step began
     "first_step",
 ]
+Phases = dict[RecoveryPhase, float]
 RECOVERY_PHASES: tuple[RecoveryPhase, ...] = get_args(RecoveryPhase)
 
 
@@ -39,7 +40,7 @@ class FailureRecovery(Record):
     steps_lost: int
     lost_s: float  # duration of the lost steps
     seconds: float | None  # from the last completed step to the next one; None: there is none yet
-    phases_s: dict[RecoveryPhase, float]  # parts of these seconds; they add up
+    phases_s: Phases  # parts of these seconds; they add up
 
     @computed_field  # type: ignore[prop-decorator]
     @property
@@ -115,8 +116,8 @@ def sum_by_ending(recoveries: Sequence[FailureRecovery]) -> list[EndingLoss]:
 
 
 def recovery_phases(
-    since: float, attempts: Sequence[AttemptRecord], completed_at: float, first_step_s: float
-) -> dict[RecoveryPhase, float]:
+    since: float, attempts: Attempts, completed_at: float, first_step_s: float
+) -> Phases:
     """Return the seconds of each phase of a recovery.
 
     Args:
@@ -144,9 +145,9 @@ def recovery_phases(
     return phases
 
 
-def _closing_phases(since: float, ended: AttemptRecord) -> dict[RecoveryPhase, float]:
+def _closing_phases(since: float, ended: AttemptRecord) -> Phases:
     """Return all phases, with those up to the close of the attempt filled in."""
-    phases: dict[RecoveryPhase, float] = dict.fromkeys(RECOVERY_PHASES, 0.0)
+    phases: Phases = dict.fromkeys(RECOVERY_PHASES, 0.0)
     until_closed = max(0.0, (ended.ended_at or since) - since)
     phases["stopping"] = min(ended.phases_s.get("stopping", 0.0), until_closed)
     phases["noticing"] = until_closed - phases["stopping"]

@@ -33,7 +33,14 @@ from slurmllm.core.metrics.row_reader import (
 from slurmllm.core.metrics.step_time import finite_number, read_pace
 from slurmllm.core.run.artifact_records import CheckpointManifest
 from slurmllm.core.run.error_patterns import matches
-from slurmllm.core.run.records import AttemptRecord, JobsRecord, SkipsRecord, SweepRecord, runs_of
+from slurmllm.core.run.records import (
+    AttemptRecord,
+    Attempts,
+    JobsRecord,
+    SkipsRecord,
+    SweepRecord,
+    runs_of,
+)
 from slurmllm.core.run.rundir import RunDir, SweepDir, run_folders
 from slurmllm.core.run.safe_files import os_error_text, write_error
 from slurmllm.core.slurm.client import PartitionNode, QueuedJob, SlurmClient
@@ -109,7 +116,7 @@ class RunState:
     node_hours: float = 0.0  # node hours of all attempts of both stages
     usd: float | None = None  # their cost by the profile's on-demand price; None without a price
     # stage → its Slurm job; in a list of runs only jobs whose state was needed
-    jobs: dict[str, JobState] = field(default_factory=dict)
+    jobs: Jobs = field(default_factory=dict)
     attempts: list[AttemptRecord] = field(default_factory=list)  # attempts of the train stage
     details: Details | None = None  # only of a run that was read by itself
 
@@ -311,7 +318,7 @@ def _node_texts(
     return messages[:_SHOWN]
 
 
-def _build_state(records: RunRecords, jobs: dict[str, JobState]) -> RunState:
+def _build_state(records: RunRecords, jobs: Jobs) -> RunState:
     run, attempts, now = records.run, records.attempts, time.time()
     state, reason = derive_state(records, jobs)
     if state in (*ACTIVE, "interrupted") and (message := _unwritten(run, jobs)):
@@ -406,7 +413,7 @@ def _checkpoints(
     return steps, None
 
 
-def node_hours(run: RunDir, attempts: Sequence[AttemptRecord], running: bool, now: float) -> float:
+def node_hours(run: RunDir, attempts: Attempts, running: bool, now: float) -> float:
     """Return the node hours of the attempts of both stages by their records, without accounting.
 
     `running`: whether the newest one is running.

@@ -19,7 +19,14 @@ from pydantic import computed_field
 from slurmllm.analysis.status.history import Incarnation, RunHistory
 from slurmllm.core.format import Texts
 from slurmllm.core.metrics.curves import median
-from slurmllm.core.run.records import TIME_PARTS, AttemptRecord, EndingClass, Record, TimePart
+from slurmllm.core.run.records import (
+    TIME_PARTS,
+    AttemptRecord,
+    Attempts,
+    EndingClass,
+    Record,
+    TimePart,
+)
 
 HOUR_S = 3600.0
 Parts = dict[TimePart, float]
@@ -98,9 +105,7 @@ def break_down_time(history: RunHistory) -> list[AllocationTime]:
     return sorted(allocations, key=lambda allocation: allocation.start)
 
 
-def _incarnations(
-    attempts: Sequence[AttemptRecord], history: RunHistory
-) -> list[Incarnation | None]:
+def _incarnations(attempts: Attempts, history: RunHistory) -> list[Incarnation | None]:
     """Return the job start in which each attempt was opened; None if accounting has none."""
     opened_in: list[Incarnation | None] = []
     for attempt in attempts:

@@ -29,13 +29,14 @@ from slurmllm.core.config.trackers import missing_for_trackers, tracking_uri
 from slurmllm.core.config.variables import MASK, is_secret
 from slurmllm.core.config.yaml_source import flatten
 from slurmllm.core.errors import ConfigError, InfrastructureError, RunError, SlurmllmError
-from slurmllm.core.format import Values
+from slurmllm.core.format import Texts, Values
 from slurmllm.core.metrics.curves import TAGS, Curve
 from slurmllm.core.metrics.row_reader import evaluation_values
 from slurmllm.core.metrics.source import read_run
 from slurmllm.core.run.records import CONTINUES, AttemptRecord, JobsRecord, Record
 from slurmllm.core.run.rundir import RunDir
 from slurmllm.core.run.safe_files import open_lock
+from slurmllm.core.slurm.setup import Variables
 
 INTERVAL_S = 30.0  # between two looks at the metrics
 READING_SHARE = 0.05  # of the time, at most, for reading the metrics of a long run
@@ -50,7 +51,7 @@ class TrackerRecord(Record):
     run_id: str = ""  # by which the tracker resumes it; empty until the tracker has made it
     url: str = ""  # of the tracker's page
     last_step: int = -1  # newest step that was sent
-    scores: tuple[str, ...] = ()  # scores of checkpoints that were sent
+    scores: Texts = ()  # scores of checkpoints that were sent
 
 
 class Session:
@@ -408,7 +409,7 @@ class Mlflow(Tracker):
 TRACKERS: Mapping[TrackerName, type[Tracker]] = {"wandb": Wandb, "mlflow": Mlflow}
 
 
-def variables(config: RunConfig) -> dict[str, str]:
+def variables(config: RunConfig) -> Variables:
     """Return the trackers' variables of recipe and profile: keys, among others."""
     return {
         name: value

@@ -30,7 +30,13 @@ from slurmllm.core.metrics.row_reader import (
     read_events,
     read_rows,
 )
-from slurmllm.core.run.records import WAITS, AttemptRecord, MetricsRow, Submission, first_problem
+from slurmllm.core.run.records import (
+    WAITS,
+    Attempts,
+    MetricsRow,
+    Submission,
+    first_problem,
+)
 from slurmllm.core.run.rundir import RunDir
 
 FIRST_STEPS = 6  # not steady, in each attempt; memory is read after the fifth
@@ -89,7 +95,7 @@ def step_rates(step_s: float, global_batch: int, seq_len: int) -> Rates:
 
 
 def read_steady_steps(
-    run: RunDir, attempts: Sequence[AttemptRecord], submissions: Sequence[Submission]
+    run: RunDir, attempts: Attempts, submissions: Sequence[Submission]
 ) -> SteadySteps:
     """Read the steady steps of the newest attempts that have enough of them.
 
@@ -140,7 +146,7 @@ def read_steady_steps(
     )
 
 
-def read_pace(run: RunDir, attempts: Sequence[AttemptRecord]) -> Pace | None:
+def read_pace(run: RunDir, attempts: Attempts) -> Pace | None:
     """Read the pace of the newest attempt with steps on as many workers as the last one.
 
     Returns None if there is no such step. The train attempts are given oldest first.

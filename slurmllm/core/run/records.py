@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, get_args
@@ -39,7 +39,8 @@ Action = Literal[
     "stop",
 ]
 _UNRECORDED = "slurmllm: not recorded yet: "  # in a job's comment
-CONTINUES: tuple[Action, ...] = ("restart", "requeue", "chain")
+Actions = tuple[Action, ...]
+CONTINUES: Actions = ("restart", "requeue", "chain")
 # How a run continues after the end of its job: `slurm.restart` without `auto`.
 Restart = Literal["requeue", "chain", "none"]
 # What the node hours of a run went to; each second of an allocation has one of these.
@@ -368,6 +369,9 @@ class AttemptRecord(Record):
         return run.attempt(self.stage, self.attempt)
 
 
+Attempts = Sequence[AttemptRecord]
+
+
 class UnrecordedEnding(Record):
     """An ending that the full run directory did not take, kept in its job's comment."""
 
@@ -405,12 +409,15 @@ class WorkerPhase(Record):
     own_s: Seconds = 0.0  # mean time of a step without waits for other ranks, in that window
 
 
+WorkerPhases = dict[int, WorkerPhase]  # by rank
+
+
 class Heartbeat(Record):
     """`attempts/NNN/heartbeats/<node>.json`: what a node's workers are doing."""
 
     node: NodeName
     written_at: float  # Unix time, s
-    ranks: dict[int, WorkerPhase]
+    ranks: WorkerPhases
 
 
 class HangRecord(Record):
@@ -575,6 +582,7 @@ class NodeHealth(Record):
         return tuple(finding for finding in self.findings if finding.status in statuses)
 
 
+NodeHealths = Mapping[str, NodeHealth]  # by name of the node
 # Why a node is excluded, strongest first: a user excluded it; its devices reported an error; it
 # failed a health check; its state in Slurm; srun starts no process there; a rank there was slow for
 # long; blamed for two failures in a row while other nodes worked.
@@ -594,10 +602,13 @@ class ExcludedNode(Record):
     checks: Texts = Field(default=(), max_length=100)  # health checks that failed
 
 
+Exclusions = tuple[ExcludedNode, ...]
+
+
 class ExcludedNodes(Record):
     """`excluded.json`: the nodes that failed a run, with those whose time is over."""
 
-    nodes: tuple[ExcludedNode, ...] = ()
+    nodes: Exclusions = ()
     # Node → Unix time of `--include`: the run ignores other runs' exclusions from before.
     included: dict[NodeName, Seconds] = {}
 

@@ -30,7 +30,8 @@ _OPTION = re.compile(r"--([a-z][a-z-]+)|\b(?:SLURM|SRUN|SBATCH)_([A-Z_]+)")
 # srun numbers the tasks of a step, one a node, as its nodes.
 _NUMBERED = re.compile(r"task (\d{1,6}) launch failed|(?:to|on|with) node (\d{1,6})\b")
 StopCheck = Callable[[], bool]  # whether to end what is under way
-Processes = Sequence[subprocess.Popen[bytes]]  # srun's, or with --local one a node
+ChildProcess = subprocess.Popen[bytes]
+Processes = Sequence[ChildProcess]  # srun's, or with --local one a node
 
 
 class ErrorText(NamedTuple):

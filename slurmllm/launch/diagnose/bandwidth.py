@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from slurmllm.core.config.resolve import RunConfig
 from slurmllm.core.errors import NodeError, SlurmllmError
-from slurmllm.core.run.records import Finding, NodeHealth
+from slurmllm.core.run.records import Finding, NodeHealths
 from slurmllm.core.slurm.error_texts import StopCheck
 from slurmllm.core.slurm.setup import slurm_environment
 from slurmllm.launch.diagnose import fail, ok, warn
@@ -29,14 +29,14 @@ class Bandwidth(NamedTuple):
 
 
 def with_bandwidth(
-    health: Mapping[str, NodeHealth],
+    health: NodeHealths,
     nodes: Nodes,
     job_id: str | None,
     config: RunConfig,
     command: Sequence[str],
     port: int,
     stop: StopCheck = lambda: False,
-) -> dict[str, NodeHealth]:
+) -> NodeHealths:
     """Measure the all-reduce and add a finding to each node; a single worker has none.
 
     `command` is `python -m slurmllm`, `port` is free on the first node; `stop` is polled.

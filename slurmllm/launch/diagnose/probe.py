@@ -26,9 +26,16 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
 from slurmllm.core.config.cluster import HealthChecks
 from slurmllm.core.config.resolve import RunConfig
 from slurmllm.core.errors import Blame, SlurmError
-from slurmllm.core.run.records import Finding, LaunchFailure, NodeHealth, NodeNames
+from slurmllm.core.run.records import (
+    Finding,
+    LaunchFailure,
+    NodeHealth,
+    NodeHealths,
+    NodeNames,
+    Versions,
+)
 from slurmllm.core.run.rundir import storage_errors
-from slurmllm.core.slurm.error_texts import Processes, StopCheck, launch_failure
+from slurmllm.core.slurm.error_texts import ChildProcess, Processes, StopCheck, launch_failure
 from slurmllm.launch.diagnose import fail, ok, warn
 
 POLL_S = 0.1
@@ -116,7 +123,7 @@ class NodeReport:
     """What one node has reported so far."""
 
     findings: list[Finding] = field(default_factory=list)
-    versions: dict[str, str] = field(default_factory=dict)
+    versions: Versions = field(default_factory=dict)
     checks_s: float | None = None  # s; None: not finished
     # The node's clock minus this machine's; None before the first line. A line arrives after it was
     # sent, so each line gives a lower bound: the highest is the best.
@@ -142,7 +149,7 @@ def check_nodes(
     folder: Path,
     command: Sequence[str],
     stop: StopCheck = lambda: False,
-) -> dict[str, NodeHealth] | None:
+) -> NodeHealths | None:
     """Run the checks of `node.py` on every node; returns the health of each, None if stopped.
 
     `folder` is on the shared file system, `command` is `python -m slurmllm`; `stop` is polled.
@@ -204,7 +211,7 @@ def collect(
     return reports
 
 
-def unstarted(names: Sequence[str], failure: LaunchFailure) -> dict[str, NodeHealth]:
+def unstarted(names: Sequence[str], failure: LaunchFailure) -> NodeHealths:
     """Return findings of checks that did not start: accused nodes fail, others get a warning."""
     findings = {}
     for name in names:
@@ -221,7 +228,7 @@ def read_lines(
     """Yield (Unix time of arrival, line) of the processes' output; ends them at the end."""
     lines: queue.SimpleQueue[tuple[float, str]] = queue.SimpleQueue()
 
-    def pump(process: subprocess.Popen[bytes]) -> None:
+    def pump(process: ChildProcess) -> None:
         assert process.stdout is not None
         with process.stdout as stream:
             for line in stream:
@@ -253,7 +260,7 @@ def read_lines(
                 process.wait()
 
 
-def compare_nodes(reports: Mapping[str, NodeReport], limits: HealthChecks) -> dict[str, NodeHealth]:
+def compare_nodes(reports: Mapping[str, NodeReport], limits: HealthChecks) -> NodeHealths:
     """The nodes' own findings, and those that follow from all nodes: response, clock, versions."""
     median_ahead_s = statistics.median(
         [r.clock_ahead_s for r in reports.values() if r.clock_ahead_s is not None] or [0.0]
@@ -294,7 +301,7 @@ def compare_nodes(reports: Mapping[str, NodeReport], limits: HealthChecks) -> di
 
 
 def _version_findings(
-    versions: Mapping[str, Mapping[str, str]], limits: HealthChecks
+    versions: Mapping[str, Versions], limits: HealthChecks
 ) -> Iterator[tuple[str, Finding]]:
     """Yield (node, finding) of each node that reports versions: is it as most nodes are?"""
     reporting = {name: of_node for name, of_node in versions.items() if of_node}

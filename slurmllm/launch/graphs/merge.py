@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from slurmllm.core.errors import StorageError
+from slurmllm.core.format import Texts
 from slurmllm.core.run.artifact_records import GraphManifest, GraphState, NewGraphs
 from slurmllm.core.run.records import Versions
 from slurmllm.core.run.rundir import RunDir
@@ -41,7 +42,7 @@ def submit_new_graphs(
     node: str,
     manifest: GraphManifest,
     versions: Versions,
-) -> tuple[str, ...]:
+) -> Texts:
     """Submit the graphs that a node's cache has and the archive lacks; returns their names.
 
     `nodes` are of the attempt, which began with `manifest`; `versions` are of this node, with what
@@ -78,7 +79,7 @@ def submit_new_graphs(
     return tuple(state.name for state in states)
 
 
-def merge_new_graphs(run: RunDir, group: str | None = None) -> tuple[str, ...]:
+def merge_new_graphs(run: RunDir, group: str | None = None) -> Texts:
     """Merge the submitted graphs into the archive; returns the names of those that it lacked.
 
     No launcher may be running. Files of others than this user and the trusted `group` are ignored.

@@ -75,7 +75,7 @@ def graph_fingerprint(
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
-def node_processor(config: RunConfig) -> dict[str, str]:
+def node_processor(config: RunConfig) -> Versions:
     """Return what graphs compiled by this machine's workers are made for; empty: any processor."""
     return load_environment(config.backend).processor(
         config.cluster.device, {**os.environ, **config.cluster.env, **config.recipe.env}

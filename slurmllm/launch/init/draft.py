@@ -22,7 +22,7 @@ from slurmllm.core.config.resolve import clusters_dir
 from slurmllm.core.config.schema import schema_line
 from slurmllm.core.config.yaml_source import write_yaml
 from slurmllm.core.errors import SlurmError
-from slurmllm.core.format import format_plural
+from slurmllm.core.format import Texts, format_plural
 from slurmllm.core.run.safe_files import replaceable_error
 from slurmllm.core.slurm.client import SlurmClient
 from slurmllm.core.slurm.site import NodeKind, Partition, Site
@@ -240,11 +240,11 @@ class Machine:
 
     host: str
     modules: str  # such as `Lmod 8.7`; empty without a module system
-    loaded: tuple[str, ...]  # modules of this shell
-    disks: tuple[str, ...]  # its own, such as `/var/tmp (69 GB free)`
+    loaded: Texts  # modules of this shell
+    disks: Texts  # its own, such as `/var/tmp (69 GB free)`
     python: str
     python_file_system: str
-    containers: tuple[str, ...]  # runtimes of `cluster.container`
+    containers: Texts  # runtimes of `cluster.container`
 
 
 @dataclass(frozen=True)

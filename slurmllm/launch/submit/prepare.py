@@ -185,7 +185,7 @@ class RunLayout(NamedTuple):
 class Checks(NamedTuple):
     """What the checks of a layout returned."""
 
-    fields: dict[str, Any]  # of `PreparedRun`: fit, warnings, compiles
+    fields: Json  # of `PreparedRun`: fit, warnings, compiles
     errors: Sequence[ConfigError]
     limit_faults: Mapping[Stage, Sequence[str]]  # why Slurm can never start a stage's job
 

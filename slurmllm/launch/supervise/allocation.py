@@ -310,7 +310,7 @@ def held_allocation(client: SlurmClient, nodes: int | None) -> tuple[str, int]:
 
     Raises a UserError if there is no allocation, it has ended, or it has fewer nodes.
     """
-    job_id, nodelist = (os.environ.get(f"SLURM_JOB_{name}") for name in ("ID", "NODELIST"))
+    job_id, nodelist = os.environ.get("SLURM_JOB_ID"), os.environ.get("SLURM_JOB_NODELIST")
     if not job_id or not nodelist:
         raise UserError("there is no allocation here; `salloc --nodes=N` first, or add --local")
     job = client.queue([job_id]).get(job_id)

@@ -232,10 +232,11 @@ class AttemptMonitor:
 
     def _look(self, now: float) -> None:
         ending = self._failed_at is not None or self._kill_at is not None
+        attempt = self._record.attempt
         if not ending and self._resume_check is not None and (fault := self._resume_check.look()):
             self._note_symptom()
             self._kill_at = now
-            log.warning("train attempt %d: %s: ending it", self._record.attempt, fault)
+            log.warning("train attempt %d: %s: ending it", attempt, fault)
             return
         if self._watchdog is None or ending:
             return
@@ -243,7 +244,7 @@ class AttemptMonitor:
         if hang is None:
             if slow := self._slow_ranks.update(self._watchdog.phases):
                 line = format_names([rank.text(time.time()) for rank in slow])
-                log.warning("train attempt %d: %s", self._record.attempt, line)
+                log.warning("train attempt %d: %s", attempt, line)
                 self._notifier.send("slow_rank", self._record, line)
             return
         self._note_symptom(hang.waited_s)
@@ -253,12 +254,12 @@ class AttemptMonitor:
             # A full disk stops heartbeats and failure records too: it is the cause, not a hang.
             self.observed.unwritable = str(error)
             self._kill_at = now + LAUNCHER_GRACE_S
-            log.error("train attempt %d: %s", self._record.attempt, error)
+            log.error("train attempt %d: %s", attempt, error)
             return
         self.observed.hang = hang
         self._kill_at = now + HANG_GRACE_S
         log.warning(
-            f"train attempt {self._record.attempt}: no progress for {hang.waited_s:.0f} s after "
+            f"train attempt {attempt}: no progress for {hang.waited_s:.0f} s after "
             f"step {hang.step} (limit {hang.limit_s:.0f} s): dumping stacks, then ending it"
         )
 

@@ -28,6 +28,7 @@ from slurmllm.core.run.artifact_records import CheckpointManifest
 from slurmllm.core.run.records import (
     WAITS,
     AttemptRecord,
+    Attempts,
     FailureRecord,
     JobsRecord,
     NodeRecord,
@@ -35,6 +36,7 @@ from slurmllm.core.run.records import (
     PassedOver,
     Restart,
     SkipsRecord,
+    Versions,
     WorkerRecord,
 )
 from slurmllm.core.run.rundir import RunDir, Stage, read_all, storage_errors
@@ -331,9 +333,7 @@ def saved_by(run: RunDir, record: AttemptRecord, config: RunConfig) -> list[int]
     return steps
 
 
-def queue_s(
-    record: AttemptRecord, earlier: Sequence[AttemptRecord], row: AccountingRow | None
-) -> float | None:
+def queue_s(record: AttemptRecord, earlier: Attempts, row: AccountingRow | None) -> float | None:
     """Return the seconds in the queue; None if unknown.
 
     A requeued attempt waits from the end of the one before it, the first one from the time at which
@@ -380,7 +380,7 @@ def failure_records(run: RunDir, record: AttemptRecord) -> Sequence[FailureRecor
     )
 
 
-def unequal_versions(by_node: Mapping[str, Mapping[str, str]]) -> str:
+def unequal_versions(by_node: Mapping[str, Versions]) -> str:
     """Return which versions differ between nodes, with the nodes; empty if none do."""
     reported = {name: versions for name, versions in by_node.items() if versions}
     lines = []

@@ -30,7 +30,7 @@ from slurmllm.core.run.flight_recorder import (
     read_dump,
     request_dump,
 )
-from slurmllm.core.run.records import Lines
+from slurmllm.core.run.records import Lines, Ranks
 from slurmllm.core.run.rundir import AttemptDir, rank_files, read_rank_files
 from slurmllm.core.run.safe_files import read_limited, write_whole
 
@@ -46,11 +46,14 @@ _ANALYZER_S = 300.0  # it imports torch
 _RAS_PROBLEMS = re.compile(r"^(?:Errors|Warnings)\n=+\n(.*?)(?=^\w+\n=+\n|\Z)", re.M | re.S)
 
 
+Recordings = Mapping[int, Recording]  # by rank
+
+
 class Blocked(NamedTuple):
     """The operations in which ranks wait."""
 
     lines: Lines = ()
-    missing_ranks: tuple[int, ...] = ()  # for which the others wait
+    missing_ranks: Ranks = ()  # for which the others wait
 
 
 def collect_dumps(attempt: AttemptDir, environment: Mapping[str, str], since: float) -> None:
@@ -95,7 +98,7 @@ def ras_report(attempt: AttemptDir) -> str:
     return ""
 
 
-def read_recordings(attempt: AttemptDir) -> dict[int, Recording]:
+def read_recordings(attempt: AttemptDir) -> Recordings:
     """Return rank → recording, for the recordings of an attempt that can be read."""
     return read_rank_files(attempt.collectives, Recording.load)
 
@@ -111,10 +114,10 @@ def read_blocked(attempt: AttemptDir, world_size: int) -> Blocked:
 
 # An operation in which ranks wait: its sort key (the lowest explains most), the ranks that have not
 # joined it and wait in no other one, and a line about it
-_PendingOperation = tuple[tuple[int, ...], tuple[int, ...], str]
+_PendingOperation = tuple[Ranks, Ranks, str]
 
 
-def blocked(recordings: Mapping[int, Recording], world_size: int) -> Blocked:
+def blocked(recordings: Recordings, world_size: int) -> Blocked:
     """Return the operations in which ranks wait, and the ranks for which they wait.
 
     A rank that has not joined an operation because it waits in another one is not the cause.
@@ -137,7 +140,7 @@ def blocked(recordings: Mapping[int, Recording], world_size: int) -> Blocked:
 
 
 def _describe(
-    recordings: Mapping[int, Recording],
+    recordings: Recordings,
     busy: AbstractSet[int],
     waiting: Mapping[int, Operation],
     world_size: int,
@@ -169,7 +172,7 @@ def _describe(
 
 
 def _members(
-    recordings: Mapping[int, Recording], rank: int, group: tuple[str, str], world_size: int
+    recordings: Recordings, rank: int, group: tuple[str, str], world_size: int
 ) -> list[int]:
     """Return the ranks of a group; with gloo (torch 2.13) those that are known to have used it."""
     if members := re.findall(r"\d+", recordings[rank].ranks(group)):

@@ -33,6 +33,7 @@ from slurmllm.launch.supervise.classify import Ending, device_fault, reported_al
 from slurmllm.launch.supervise.policy import (
     HOUR_S,
     NodeFault,
+    NodeFaults,
     exclusion_hours,
     failing_nodes,
     lines_about,
@@ -82,7 +83,7 @@ def excluded_names(
 
 def failing(
     run: RunDir, record: AttemptRecord, ending: Ending, allocation: Allocation
-) -> dict[str, NodeFault]:
+) -> NodeFaults:
     """Return the faults of the nodes to exclude after an attempt; empty if local."""
     if not ending.blamed_nodes or not isinstance(allocation, SlurmAllocation):
         return {}
@@ -104,7 +105,7 @@ def _health(record: AttemptRecord, run: RunDir, node: str) -> NodeHealth:
     return NodeHealth.find(record.files(run).health(node)) or NodeHealth(node=node)
 
 
-def slow_nodes(run: RunDir, record: AttemptRecord) -> dict[str, NodeFault]:
+def slow_nodes(run: RunDir, record: AttemptRecord) -> NodeFaults:
     """Return the nodes to exclude because a rank there has been slow for long."""
     now = time.time()
     slow = read_slow_ranks(run, record) or () if record.job_id else ()
@@ -157,9 +158,7 @@ def _unresponsive(allocation: SlurmAllocation, names: Sequence[str]) -> set[str]
     return {name for name, answer in zip(names, answers, strict=True) if here and not answer}
 
 
-def exclude_failed(
-    run: RunDir, failing: Mapping[str, NodeFault], cluster: str = ""
-) -> list[ExcludedNode]:
+def exclude_failed(run: RunDir, failing: NodeFaults, cluster: str = "") -> list[ExcludedNode]:
     """Record the failed nodes of an attempt; returns the records.
 
     With the name of the Slurm `cluster`, other runs exclude them too, unless this is a drill.

@@ -10,20 +10,23 @@ from itertools import takewhile
 from typing import NamedTuple
 
 from slurmllm.core.config.recipe import Recipe
+from slurmllm.core.format import Texts
 from slurmllm.core.run.error_patterns import matches, names_any
 from slurmllm.core.run.records import (
     Action,
+    Actions,
     AttemptRecord,
+    Attempts,
     EndingClass,
     NodeEvidence,
     Restart,
 )
 
 # requeue and chain exclude each other: `slurm.restart`.
-_QUEUE: tuple[Action, ...] = ("requeue", "chain")
-_RESTART: tuple[Action, ...] = ("restart", *_QUEUE)
+_QUEUE: Actions = ("requeue", "chain")
+_RESTART: Actions = ("restart", *_QUEUE)
 # By class, in order of preference: the first that is possible is taken.
-ACTIONS: Mapping[EndingClass, tuple[Action, ...]] = {
+ACTIONS: Mapping[EndingClass, Actions] = {
     "done": ("finish",),
     "advance_signal": _QUEUE,
     "node_failure": _RESTART,
@@ -52,16 +55,17 @@ class NodeFault(NamedTuple):
 
     evidence: NodeEvidence
     reason: str
-    checks: tuple[str, ...] = ()  # health checks that failed
+    checks: Texts = ()  # health checks that failed
 
 
+NodeFaults = dict[str, NodeFault]  # by name of the node
 HOUR_S = 3600.0
 MAX_BACKOFF_S = 3600.0
 
 
 def decide(
     closed: AttemptRecord,
-    earlier: Sequence[AttemptRecord],
+    earlier: Attempts,
     recipe: Recipe,
     *,
     rolled_back: bool = False,
@@ -80,8 +84,11 @@ def decide(
     actions = ACTIONS[closed.ending]
     if closed.stage == "precompile" and closed.ending == "compile_failure":
         if recipe.train.incomplete_graphs == "compile":
-            message = "train.incomplete_graphs: compile: the train stage starts all the same"
-            return _with_action(closed, "finish", message)
+            return _with_action(
+                closed,
+                "finish",
+                "train.incomplete_graphs: compile: the train stage starts all the same",
+            )
     elif closed.stage == "precompile" and started and "requeue" in actions:
         actions = ("stop",)  # the train job depends on the success of this one: Slurm's afterok
     elif closed.ending == "divergence" and rolled_back:
@@ -126,7 +133,7 @@ def _counts_as_idle(attempt: AttemptRecord) -> bool:
     return attempt.ending != "divergence" and "PREEMPTED" not in str(attempt.evidence[:1])
 
 
-def _count_same_nodes(idle: Sequence[AttemptRecord]) -> int:
+def _count_same_nodes(idle: Attempts) -> int:
     """Count the attempts that excluded no new node.
 
     `idle`: those without a new checkpoint, latest first.
@@ -167,8 +174,8 @@ def is_transient(evidence: Sequence[str]) -> bool:
 
 
 def failing_nodes(
-    closed: AttemptRecord, earlier: Sequence[AttemptRecord], proven: Mapping[str, NodeEvidence]
-) -> dict[str, NodeFault]:
+    closed: AttemptRecord, earlier: Attempts, proven: Mapping[str, NodeEvidence]
+) -> NodeFaults:
     """Return the fault of each node to exclude after an attempt.
 
     `earlier` are of both stages, oldest first. One ending is enough with evidence that is about the

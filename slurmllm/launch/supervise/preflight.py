@@ -7,14 +7,13 @@ import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from slurmllm.core.config.resolve import RunConfig
 from slurmllm.core.errors import StorageError
-from slurmllm.core.run.records import AttemptRecord, EndingClass, Finding, NodeHealth, PhaseSeconds
+from slurmllm.core.run.records import AttemptRecord, EndingClass, Finding, NodeHealths, PhaseSeconds
 from slurmllm.core.run.rundir import RunDir, Stage
 from slurmllm.core.slurm.error_texts import StopCheck
 from slurmllm.core.slurm.setup import Variables
@@ -158,9 +157,7 @@ def preflight(
     return preflight_ending(nodes, config.cluster.name, partition or "this machine")
 
 
-def preflight_ending(
-    nodes: Mapping[str, NodeHealth], profile: str, partition: str
-) -> Ending | None:
+def preflight_ending(nodes: NodeHealths, profile: str, partition: str) -> Ending | None:
     """Return the ending if a node failed its checks.
 
     A check that fails on all of several nodes, or on all but one of many, is a fault of profile or

@@ -36,6 +36,7 @@ from slurmllm.core.run.worker_files import EventLog
 log = logging.getLogger(__name__)
 
 _EARLIER_ROWS = 10_000  # of the attempt before, in which a step is looked for
+_StepRow = tuple[int, Numbers]  # step and values
 _AHEAD_S = 60.0  # that another node's clock may be ahead
 
 
@@ -86,7 +87,7 @@ class TrainerProgress:
         self._tail = b""
         self._rank = rank
         self._began = time.time()
-        self._last: tuple[int, Numbers] | None = None  # step and values of the last row
+        self._last: _StepRow | None = None  # step and values of the last row
         self._evaluation: tuple[int, float] | None = None
         self._run = run
         self._path = run.metrics(attempt)
@@ -155,9 +156,9 @@ class TrainerProgress:
             except OSError:
                 return
 
-    def _add(self, rows: Sequence[tuple[int, Numbers]]) -> None:
+    def _add(self, rows: Sequence[_StepRow]) -> None:
         """Merge the values of each step, and append the rows that are new or have changed."""
-        merged: list[tuple[int, Numbers]] = []
+        merged: list[_StepRow] = []
         before = self._last
         for step, values in rows:
             loss = values.get(VAL_LOSS)

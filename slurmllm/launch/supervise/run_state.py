@@ -405,7 +405,7 @@ def read_job_states(
     queue: QueueSnapshot,
     client: SlurmClient,
     brief: bool = False,
-) -> dict[str, JobState]:
+) -> Jobs:
     """Return stage → state of the jobs of a submission.
 
     `brief`: one active job is enough, as sacct is called once for every job that has left the

@@ -21,6 +21,7 @@ from slurmllm.core.run.rundir import RunDir, Stage
 from slurmllm.core.run.safe_files import open_append
 from slurmllm.core.run.worker_files import diagnostic
 from slurmllm.core.slurm.client import wait_for
+from slurmllm.core.slurm.error_texts import ChildProcess
 from slurmllm.train.control.rendezvous import die_with_parent
 
 # At the end of a run, for the last steps to be sent to trackers, the last checkpoint's evaluation
@@ -38,7 +39,7 @@ class SideProcesses:
 
     def __init__(self, run: RunDir, config: RunConfig) -> None:
         self.run, self.config = run, config
-        self.children: dict[Path, subprocess.Popen[bytes]] = {}  # by log file
+        self.children: dict[Path, ChildProcess] = {}  # by log file
 
     def start(self, stage: Stage) -> None:
         recipe, cluster = self.config.recipe, self.config.cluster

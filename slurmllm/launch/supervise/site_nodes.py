@@ -13,7 +13,7 @@ import logging
 import os
 import stat
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from itertools import chain
 from pathlib import Path
@@ -26,7 +26,7 @@ from slurmllm.core.run.records import (
     ExcludedNode,
     ExcludedNodes,
     NodeEvidence,
-    NodeHealth,
+    NodeHealths,
     SiteNodeRecord,
 )
 from slurmllm.core.run.rundir import RunDir, node_records, read_all, storage_errors
@@ -199,7 +199,7 @@ def change_by_user(
 
 
 def end_by_health(
-    root: Path, cluster: str, nodes: Mapping[str, NodeHealth]
+    root: Path, cluster: str, nodes: NodeHealths
 ) -> Iterator[tuple[SiteNodeRecord, bool]]:
     """Record which excluded nodes passed `health`; yields each exclusion and whether it ended."""
     now = next_time(root)

@@ -14,7 +14,7 @@ from statistics import median, median_low
 
 from slurmllm.core.config.operation import COMPARED_WINDOWS
 from slurmllm.core.errors import StorageError
-from slurmllm.core.run.records import AttemptRecord, SlowRank, SlowRanksRecord, WorkerPhase
+from slurmllm.core.run.records import AttemptRecord, SlowRank, SlowRanksRecord, WorkerPhases
 from slurmllm.core.run.rundir import RunDir
 from slurmllm.plan.mesh import load_mesh
 
@@ -34,7 +34,7 @@ class SlowRanks:
         self._windows: dict[int, dict[int, float]] = {}  # number → rank → seconds
         self.slow: dict[int, SlowRank] = {}
 
-    def update(self, phases: Mapping[int, WorkerPhase]) -> list[SlowRank]:
+    def update(self, phases: WorkerPhases) -> list[SlowRank]:
         """Read new heartbeats; returns the ranks that have become slow."""
         windows, before = self._windows, self.slow
         compared = max(windows, default=0)

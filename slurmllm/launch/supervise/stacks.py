@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from slurmllm.core.format import format_ranks
+from slurmllm.core.run.records import Lines, Ranks
 from slurmllm.core.run.rundir import AttemptDir, read_rank_files
 from slurmllm.core.run.safe_files import read_limited
 
@@ -101,7 +102,7 @@ def _wait_of(state: re.Match[str]) -> str:
     return "" if _FOR_PEERS.match(state["channel"]) else state["channel"]
 
 
-def outliers(locations: Mapping[int, StackLocation]) -> tuple[int, ...]:
+def outliers(locations: Mapping[int, StackLocation]) -> Ranks:
     """Return the ranks for which the others wait; empty if nothing tells them apart."""
     ranks = [rank for rank, location in locations.items() if location.outside_step]
     waits = Counter(location.wait for location in locations.values())
@@ -113,9 +114,7 @@ def outliers(locations: Mapping[int, StackLocation]) -> tuple[int, ...]:
     return tuple(sorted(ranks)) if len(ranks) < len(locations) else ()
 
 
-def stack_lines(
-    locations: Mapping[int, StackLocation], missing: Sequence[int] = ()
-) -> tuple[str, ...]:
+def stack_lines(locations: Mapping[int, StackLocation], missing: Sequence[int] = ()) -> Lines:
     """Return a line for each location with its ranks, `missing` ranks or outliers first."""
     first = [rank for rank in missing if rank in locations] or outliers(locations)
     ranks_by_line: dict[tuple[bool, str], list[int]] = defaultdict(list)

@@ -58,7 +58,7 @@ from slurmllm.launch.supervise.next_job import (
     unrecorded_ending,
 )
 from slurmllm.launch.supervise.notify import Notifier
-from slurmllm.launch.supervise.policy import NodeFault
+from slurmllm.launch.supervise.policy import NodeFaults
 from slurmllm.launch.supervise.preflight import Preparation
 from slurmllm.launch.supervise.resume_check import judge_resume, resume_check_of
 from slurmllm.launch.supervise.run_lock import (
@@ -107,7 +107,7 @@ class Supervisor:
             if names := " ".join(name for name in avoided if name in allocation.nodes):
                 log.warning("using excluded nodes, without a spare node: %s", names)
         self.next_job = NextJob(run, stage, self.config, allocation)
-        self._failing: dict[str, NodeFault] = {}  # nodes to exclude after the last attempt
+        self._failing: NodeFaults = {}  # nodes to exclude after the last attempt
         self._next_nodes: NodeNames = ()
         self._preparation = Preparation(
             run, stage, self.config, allocation, lambda: self.stop.name is not None

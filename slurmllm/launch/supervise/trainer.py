@@ -27,6 +27,7 @@ from slurmllm.core.run.records import ByRank
 from slurmllm.core.run.rundir import RunDir, Stage
 from slurmllm.core.run.safe_files import os_error_text, write_whole
 from slurmllm.core.run.worker_files import PHASE_FILE, EventLog, PhaseWriter, diagnostic
+from slurmllm.core.slurm.error_texts import ChildProcess
 from slurmllm.core.slurm.setup import Variables
 from slurmllm.launch.supervise.launcher import Launcher
 from slurmllm.launch.supervise.progress import TrainerProgress
@@ -95,7 +96,7 @@ class TrainerLauncher(Launcher):
             del variables["OMP_NUM_THREADS"]  # of all CPUs: what it starts shares them
         return variables
 
-    def start_worker(self, rank: int, environment: Variables) -> subprocess.Popen[bytes]:
+    def start_worker(self, rank: int, environment: Variables) -> ChildProcess:
         output = self.output.open(rank, os.dup(1) if rank == 0 else self.logs.open(rank))
         try:
             return subprocess.Popen(

@@ -31,7 +31,9 @@ from slurmllm.core.run.records import (
     NodeNames,
     NodeRecord,
     Phase,
+    Ranks,
     WorkerPhase,
+    WorkerPhases,
 )
 from slurmllm.core.run.rundir import AttemptDir, RunDir, read_all
 from slurmllm.core.run.safe_files import (
@@ -76,7 +78,7 @@ def limit_s(phase: Phase, config: WatchdogConfig, slow_step_s: float | None) -> 
     return max(config.min_step_s, config.step_factor * slow_step_s)
 
 
-def behind(phases: Mapping[int, WorkerPhase]) -> tuple[int, ...]:
+def behind(phases: WorkerPhases) -> Ranks:
     """Return the ranks furthest behind, which may be all of them."""
     positions = {rank: _position(phase) for rank, phase in phases.items()}
     last = min(positions.values(), default=None)
@@ -84,7 +86,7 @@ def behind(phases: Mapping[int, WorkerPhase]) -> tuple[int, ...]:
 
 
 def find_hang(
-    phases: Mapping[int, WorkerPhase],
+    phases: WorkerPhases,
     nodes: Mapping[int, str],
     unchanged_s: float,
     unresponsive: NodeNames,
@@ -178,20 +180,13 @@ class Watchdog:
         self._nodes = {rank: record.nodes[rank // per_node] for rank in range(record.world_size)}
         self._all_report = reporting is None
         self._starting = WorkerPhase(phase="starting", step=0, since=record.started_at)
-        self._phases = dict.fromkeys(
-            self._nodes if reporting is None else reporting, self._starting
-        )
+        self.phases = dict.fromkeys(self._nodes if reporting is None else reporting, self._starting)
         self._changed = self._looked = self._read_at = time.monotonic()
         # While rank 0 writes metrics, all workers advance: heartbeats then only show which nodes
         # respond. They are read at every look when nothing has changed for some time.
         self._next_read = 0.0
         limits = (config.start_up_s, config.first_step_s, config.min_step_s, config.save_s)
         self._quiet_s = min(HEARTBEAT_S, min(limits) / 4)
-
-    @property
-    def phases(self) -> Mapping[int, WorkerPhase]:
-        """Rank → phase, as last read."""
-        return self._phases
 
     def look(self) -> HangRecord | None:
         """Read new heartbeats; returns the hang if there is one."""
@@ -203,21 +198,16 @@ class Watchdog:
         self._looked = now
         self._read(now)
         unchanged_s = now - self._changed
-        slowest = self._phases[behind(self._phases)[0]]
+        slowest = self.phases[behind(self.phases)[0]]
         if unchanged_s <= limit_s(slowest.phase, self.config, 0.0):
             return None  # below the lowest limit: no need to read the step times
         # A node that has reported how its workers ended writes no more heartbeats: that is no hang.
-        ended = {
-            name
-            for name, done in zip(
-                self.record.nodes, read_all(self._has_reported, self.record.nodes), strict=True
-            )
-            if done
-        }
-        nodes = {rank: name for rank, name in self._nodes.items() if name not in ended}
-        phases = {rank: phase for rank, phase in self._phases.items() if rank in nodes}
+        reported = read_all(self._has_reported, self.record.nodes)
+        has_reported = dict(zip(self.record.nodes, reported, strict=True))
+        nodes = {rank: name for rank, name in self._nodes.items() if not has_reported[name]}
+        phases = {rank: phase for rank, phase in self.phases.items() if rank in nodes}
         # If all ranks that report phases have ended, give them the slowest phase: none lags.
-        phases = phases or dict.fromkeys(self._phases, slowest)
+        phases = phases or dict.fromkeys(self.phases, slowest)
         unresponsive = tuple(
             name
             for name in dict.fromkeys(nodes.values())
@@ -258,7 +248,7 @@ class Watchdog:
                     **dict.fromkeys(before.ranks if before else (), self._starting),
                     **heartbeat.ranks,
                 }
-                self._phases |= {r: phase for r, phase in ranks.items() if r in self._phases}
+                self.phases |= {r: phase for r, phase in ranks.items() if r in self.phases}
                 if before is None or before.ranks != heartbeat.ranks:
                     self._changed = now
 
@@ -274,8 +264,8 @@ class Heartbeats:
         self._write_s = min(5.0, max(config.min_step_s / 8, 0.25))
         self._read_s = min(1.0, self._write_s)
         self._written_at = self._read_at = -HEARTBEAT_S
-        self._written: dict[int, WorkerPhase] = {}
-        self.phases: dict[int, WorkerPhase] = {}  # rank → phase, as last read
+        self._written: WorkerPhases = {}
+        self.phases: WorkerPhases = {}  # rank → phase, as last read
         self._heartbeat: int | None = None  # descriptor of the heartbeat
         self._heartbeat_bytes = 0
         # Remove the files of launchers that were killed: their locks are free. Not by process id:

@@ -34,7 +34,7 @@ from slurmllm.core.run.rundir import RunDir, Stage
 from slurmllm.core.run.safe_files import os_error_text
 from slurmllm.core.run.worker_files import STACKS_SIGNAL
 from slurmllm.core.slurm.client import wait_for
-from slurmllm.core.slurm.error_texts import StopCheck
+from slurmllm.core.slurm.error_texts import ChildProcess, StopCheck
 from slurmllm.core.slurm.setup import Variables
 from slurmllm.launch.graphs.reuse import sharing, threads_of
 from slurmllm.launch.supervise.classify import is_echo
@@ -89,7 +89,7 @@ class Workers:
         self.compiles = False  # whether the first step of the train stage compiles graphs
         self._compiles_since = 0.0
         self._next_compile_log = 0.0
-        self.processes: dict[int, subprocess.Popen[bytes]] = {}
+        self.processes: dict[int, ChildProcess] = {}
         self.variables: Variables = {}  # of the workers, besides this process's
         self.stop_requested = False
         self.node_record = NodeRecord(node=self.node)
@@ -156,16 +156,19 @@ class Workers:
         mesh = load_mesh(self.run.plan)
         for local_rank in range(per_node):
             rank = self.node_rank * per_node + local_rank
-            variables = {**os.environ, **self.variables}
-            environment = {**variables, **self.environment(mesh, rank, local_rank)}
+            environment = {
+                **os.environ,
+                **self.variables,
+                **self.environment(mesh, rank, local_rank),
+            }
             try:
                 self.processes[rank] = self.start_worker(rank, environment)
             except OSError as error:
                 raise NodeError(
                     f"rank {rank} cannot be started on {self.node}: {os_error_text(error)}"
                 ) from error
-        variables = {**os.environ, **interface_variables(self.record.master_addr)}
-        variables = mask({**variables, **self.config.worker_secrets()})
+        interfaces = interface_variables(self.record.master_addr)
+        variables = mask({**os.environ, **interfaces, **self.config.worker_secrets()})
         names = [*worker_environment(self.config, self.run), *INTERFACES]
         self.save(
             pids={rank: worker.pid for rank, worker in self.processes.items()},
@@ -173,7 +176,7 @@ class Workers:
             log_folder=None if self.logs.folder is None else str(self.logs.folder),
         )
 
-    def start_worker(self, rank: int, environment: Variables) -> subprocess.Popen[bytes]:
+    def start_worker(self, rank: int, environment: Variables) -> ChildProcess:
         command = [
             sys.executable,
             "-P",

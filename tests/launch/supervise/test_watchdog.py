@@ -187,7 +187,7 @@ def test_when_a_worker_has_ended_the_others_have_the_time_of_a_start(tmp_path: P
         Heartbeat(node="n1", written_at=0.0, ranks=ranks).save(path)
         watchdog._next_read = 0.0
         assert watchdog.look() is None
-        assert watchdog._phases[0].phase == phase
+        assert watchdog.phases[0].phase == phase
 
 
 def test_a_supervisor_that_was_frozen_starts_all_clocks_anew(
