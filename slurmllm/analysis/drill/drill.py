@@ -124,9 +124,9 @@ class LocalRunner:
         # Returns at once: an error of `resume` is raised by `active`.
         self._stderr.seek(0)
         self._stderr.truncate()
-        options = [f"--nodes={nodes}", f"--runs-dir={run.path.parent}", "--json", "--local"]
+        command = ["resume", run.name, f"--nodes={nodes}", f"--runs-dir={run.path.parent}"]
         self._process = subprocess.Popen(
-            [*SLURMLLM, "resume", run.name, *options],
+            [*SLURMLLM, *command, "--json", "--local"],
             **{**_NO_FILES, "stderr": self._stderr},
             start_new_session=True,  # Ctrl-C reaches only the drill, which then cancels the run
             preexec_fn=die_with_parent,

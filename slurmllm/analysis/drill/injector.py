@@ -314,8 +314,7 @@ def _poll(
     while (value := probe()) is None:
         if time.monotonic() - checked_at > ATTEMPT_POLL_S:
             checked_at = time.monotonic()
-            record = AttemptRecord.load(run.attempt("train", spec.attempt).record)
-            if record.ended_at is not None:
+            if AttemptRecord.load(run.attempt("train", spec.attempt).record).ended_at is not None:
                 return None
         time.sleep(interval_s)
     return value

@@ -226,13 +226,12 @@ def _trainer_details(run: RunDir, attempts: Attempts, command: CommandConfig) ->
     incomplete = tuple(
         str(entry.path) for entry in list_trainer_checkpoints(run, command) if not entry.complete
     )
-    unmatched = unmatched_checkpoints(run, command)
     return TrainerDetails(
         command.run,
         missing,
         incomplete,
         command.completion_file,
-        unmatched,
+        unmatched_checkpoints(run, command),
         attempts[-1].passed_over if attempts else (),
     )
 

@@ -431,9 +431,8 @@ def _warn_of_missing_logs(selection: LogSelection) -> None:
         record = selection.newest_attempt()
         if not record or record.ended_at is not None:
             return
-        present = ranks_with_logs(selection.run, record.stage, record.attempt)
         if missing := {*filter(selection.includes, range(1, record.world_size))}.difference(
-            present
+            ranks_with_logs(selection.run, record.stage, record.attempt)
         ):
             log.warning(
                 "without %s on the disks of the nodes, collected when %s attempt %d ends; "

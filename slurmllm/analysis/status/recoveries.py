@@ -78,8 +78,12 @@ def find_recoveries(history: RunHistory) -> Iterator[FailureRecovery]:
             last_step_at = float(steps.ends[-1]) if steps is not None else ended.started_at
             if following < len(train):
                 first = history.steps[train[following].attempt]
-                first_step = float(first.ends[0]), float(first.seconds[0])
-                phases = recovery_phases(last_step_at, train[index : following + 1], *first_step)
+                phases = recovery_phases(
+                    last_step_at,
+                    train[index : following + 1],
+                    float(first.ends[0]),
+                    float(first.seconds[0]),
+                )
             else:
                 phases = _closing_phases(last_step_at, ended)
             yield FailureRecovery(

@@ -203,8 +203,11 @@ def run_state(run: RunDir, client: SlurmClient) -> RunState:
         if state.state in ("queued", "requeued"):
             partition = config.recipe.slurm.partition or config.cluster.partition
             waiting = queue.jobs.values()
-            lists = _excluding(run, waiting, config.recipe.slurm.exclude, client)
-            messages = [state.reason, *_node_texts(client, partition, state, waiting), *lists]
+            messages = [
+                state.reason,
+                *_node_texts(client, partition, state, waiting),
+                *_excluding(run, waiting, config.recipe.slurm.exclude, client),
+            ]
             state = replace(state, reason="; ".join(filter(None, messages)))
         return replace(state, details=read_details(run, state.attempts, state.state, config))
     except OSError as error:

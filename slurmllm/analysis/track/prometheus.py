@@ -82,8 +82,8 @@ def _samples(run: RunDir, config: RunConfig, state: RunState) -> Iterator[Sample
     job = attempts[-1].job_id if attempts else None
     for name in STATES:
         yield "run_state", name == state.state, {"state": name}
-    names = {"recipe": state.recipe, "run_dir": state.run_dir, "version": __version__}
-    yield "run_info", 1, {**names, "job_id": job or ""}
+    labels = {"recipe": state.recipe, "run_dir": state.run_dir, "version": __version__}
+    yield "run_info", 1, labels | {"job_id": job or ""}
     if state.state == "damaged":
         return
     saved = state.last_checkpoint

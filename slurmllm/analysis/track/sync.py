@@ -384,8 +384,9 @@ class Mlflow(Tracker):
         for key, value in tags.items():
             mlflow.set_tag(key, value)
         if uri.startswith("http"):
-            page = f"#/experiments/{run.info.experiment_id}/runs/{self._run_id}"
-            self.url = f"{uri.rstrip('/')}/{page}"
+            self.url = (
+                f"{uri.rstrip('/')}/#/experiments/{run.info.experiment_id}/runs/{self._run_id}"
+            )
         return self._run_id
 
     def log(self, steps: Sequence[StepValues]) -> None:

@@ -77,16 +77,18 @@ def measure_with_torch(
     nodes: Nodes, config: RunConfig, command: Sequence[str], port: int, stop: StopCheck
 ) -> Bandwidth:
     cluster = config.cluster
-    verb = [
-        "allreduce",
-        f"--nodes={len(nodes.nodes)}",
-        f"--workers={cluster.devices_per_node}",
-        f"--device={cluster.device}",
-        f"--address={nodes.master_addr}",
-        f"--port={port}",
-        f"--floor={cluster.health.min_allreduce_gb_s or 0.0}",
-    ]
-    processes = nodes.ask([*command, *verb])
+    processes = nodes.ask(
+        [
+            *command,
+            "allreduce",
+            f"--nodes={len(nodes.nodes)}",
+            f"--workers={cluster.devices_per_node}",
+            f"--device={cluster.device}",
+            f"--address={nodes.master_addr}",
+            f"--port={port}",
+            f"--floor={cluster.health.min_allreduce_gb_s or 0.0}",
+        ]
+    )
     overall = None
     by_node = {}
     started = time.monotonic()
@@ -130,10 +132,12 @@ def measure_with_nccom(
     elif path is None:
         raise NodeError(f"nccom-test is neither on $PATH nor in {FOLDERS[0]}")
     else:
-        environment = slurm_environment(in_job=True)  # it calls srun
         processes = [
             subprocess.Popen(
-                call, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environment
+                call,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                env=slurm_environment(in_job=True),  # it calls srun
             )
         ]
     return Bandwidth(bus_bandwidth("".join(t for _, t in read_lines(processes, LIMIT_S, stop))), {})

@@ -89,8 +89,10 @@ def gpu_findings(gpus: Sequence[Gpu]) -> Findings:
             yield ok(check, 0, 0)
             for match in re.finditer(f"^(?:{rule})$", lines, re.MULTILINE):
                 yield status(check, 1, 0, f"{check}: {name}: {match[0]}")
-        fields = ("", "_slow_threshold", "_tlimit", "_slow_tlimit_threshold")
-        now, slow, margin, offset = (_number(gpu, f"temperature/gpu_temp{f}") for f in fields)
+        now, slow, margin, offset = (
+            _number(gpu, f"temperature/gpu_temp{field}")
+            for field in ("", "_slow_threshold", "_tlimit", "_slow_tlimit_threshold")
+        )
         if not slow > 0:
             slow = now + margin - offset  # since Hopper, nvidia-smi prints the margin to it
         if not math.isnan(now - slow):
@@ -148,8 +150,11 @@ def xid_findings(gpus: Sequence[Gpu]) -> Findings:
     log = environment.output_of("dmesg")
     log = log or environment.output_of("journalctl", "-kq", "--output=cat", "--no-pager")
     if not log:
-        reason = "neither dmesg nor journalctl -k shows the kernel's log to this user"
-        yield skipped("Xid", "not readable", message=f"Xid: {reason}")
+        yield skipped(
+            "Xid",
+            "not readable",
+            message="Xid: neither dmesg nor journalctl -k shows the kernel's log to this user",
+        )
         return
     needs_no_reset = gpus and all(g.findtext("gpu_recovery_action") == "None" for g in gpus)
     over = "; the driver asks for no reset now" if needs_no_reset else ""
@@ -165,8 +170,9 @@ def dcgm_findings() -> Findings:
     command = "dcgmi diag -r 1"
     try:
         # `timeout` sends SIGTERM, at which dcgmi stops the diagnostic in the host engine.
-        limited = ("timeout", str(DIAGNOSTIC_S), *command.split(), "-j")
-        done = run_program(*limited, limit_s=DIAGNOSTIC_S + 5)
+        done = run_program(
+            "timeout", str(DIAGNOSTIC_S), *command.split(), "-j", limit_s=DIAGNOSTIC_S + 5
+        )
         if '"status"' not in done.stdout:
             reason = (done.stdout + done.stderr).strip().rpartition("\n")[2]
             if done.returncode == 124:

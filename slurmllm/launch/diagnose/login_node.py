@@ -244,8 +244,12 @@ def compiler_finding() -> Finding:
     compiler = os.environ.get("CXX", "g++")
     if (path := shutil.which(compiler)) is not None:
         return ok("C++ compiler", path)
-    fix = "torch.compile needs one, on the nodes too: install g++, set $CXX, or "
-    return warn("C++ compiler", f"no {compiler!r} here", fix=f"{fix}--set train.compile=false")
+    return warn(
+        "C++ compiler",
+        f"no {compiler!r} here",
+        fix="torch.compile needs one, on the nodes too: install g++, set $CXX, or --set "
+        "train.compile=false",
+    )
 
 
 def slurm_findings(client: SlurmClient, cluster: Cluster, partition: str | None = None) -> Findings:
@@ -324,8 +328,10 @@ def _device_findings(
     if cluster.device == "cpu":
         yield ok("devices", f"CPUs, {devices} worker(s) a node")
     elif cluster.device == "neuron":
-        reason = f"the profile's {devices} a node cannot be checked here"
-        yield skipped("devices", f"Slurm counts no NeuronCores: {reason}")
+        yield skipped(
+            "devices",
+            f"Slurm counts no NeuronCores: the profile's {devices} a node cannot be checked here",
+        )
     else:
         state = f"{gpus} GPU(s) a node"
         if gpus < devices:

@@ -96,8 +96,13 @@ def _with_number(findings: Sequence[Finding]) -> Finding:
 
 def memory_findings(cluster: Cluster) -> Findings:
     """Host memory that is free or can be freed at once (MemAvailable), GB."""
-    available = round(psutil.virtual_memory().available / GB, 1)
-    yield _at_least(cluster, "memory", available, cluster.health.min_memory_gb, "GB available")
+    yield _at_least(
+        cluster,
+        "memory",
+        round(psutil.virtual_memory().available / GB, 1),
+        cluster.health.min_memory_gb,
+        "GB available",
+    )
 
 
 def device_findings(cluster: Cluster, root: Path = Path("/")) -> Findings:
@@ -207,8 +212,13 @@ def port_findings(cluster: Cluster, root: Path = Path("/")) -> Findings:
     value = ", ".join(f"{count} × {rate}" for rate, count in sorted(rates.items()))
     gb_s = sum(n * float(rate.split()[0]) / 8 for rate, n in rates.items() if rate[:1].isdigit())
     if gb_s < required:
-        message = f"{value or 'none'}: {gb_s:g} GB/s; profile {cluster.name} requires {required:g}"
-        yield fail("network ports", value, required, f"network ports: {message}")
+        yield fail(
+            "network ports",
+            value,
+            required,
+            f"network ports: {value or 'none'}: {gb_s:g} GB/s; profile {cluster.name} requires "
+            f"{required:g}",
+        )
     elif rates:
         yield ok("network ports", value, required)
 

@@ -136,8 +136,8 @@ def shared_findings(cluster: Cluster, marker: Path, node: str) -> Findings:
 
 def checkpoints_bytes(config: RunConfig) -> int:
     """Return what the checkpoints of a run take: weights and two moments, `keep` + 1 times."""
-    numbers = 3 * parameters(config.recipe.model)
-    return numbers * formats(config).stored * (config.recipe.checkpoint.keep + 1)
+    recipe = config.recipe
+    return 3 * parameters(recipe.model) * formats(config).stored * (recipe.checkpoint.keep + 1)
 
 
 def storage_findings(

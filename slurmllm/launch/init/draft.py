@@ -117,11 +117,11 @@ def draft_profile(survey: Survey, partition: Partition) -> Draft:
         schema_line("cluster").strip(),
         f"# By `slurmllm init` on {machine.host}, {date.today()}. Check the lines with a comment.",
     ]
-    rows = [
+    header += (
         f"{line:<{_COLUMN}}  # {comment}" if comment else line
         for line, comment in _lines(survey, partition, kind, figures)
-    ]
-    return Draft(figures, kind, "\n".join([*header, *rows]) + "\n")
+    )
+    return Draft(figures, kind, "\n".join(header) + "\n")
 
 
 def _lines(survey: Survey, partition: Partition, kind: NodeKind, figures: Figures) -> Rows:
@@ -148,12 +148,9 @@ def _lines(survey: Survey, partition: Partition, kind: NodeKind, figures: Figure
         loaded = f"; loaded now: {' '.join(machine.loaded)}" if machine.loaded else ""
         yield "# setup:", f"lines of shell for each job; {machine.modules}{loaded}"
         yield "#   - module load cuda", ""
-    shared = machine.python_file_system in SHARED_TYPES
-    unsure = "" if shared else ", which the nodes must see too"
-    yield (
-        f"# python: {machine.python}",
-        f"of the jobs, else that of submit; on {machine.python_file_system}{unsure}",
-    )
+    on = machine.python_file_system
+    on += "" if on in SHARED_TYPES else ", which the nodes must see too"
+    yield f"# python: {machine.python}", f"of the jobs, else that of submit; on {on}"
     if machine.containers:
         yield "# container:", f"on {machine.host}: {', '.join(machine.containers)}"
         yield f"#   runtime: {machine.containers[0]}", ""
@@ -257,8 +254,9 @@ class Survey:
 
     @property
     def name(self) -> str:
-        cluster = self.site.settings.get("ClusterName", "")
-        return re.sub(r"[^A-Za-z0-9._-]+", "-", cluster) or "cluster"
+        return (
+            re.sub(r"[^A-Za-z0-9._-]+", "-", self.site.settings.get("ClusterName", "")) or "cluster"
+        )
 
     @property
     def suggested(self) -> Partition:

@@ -141,8 +141,7 @@ def _cancel_process(run: RunDir, submission: Submission, pid: int) -> str:
     _record_cancellation(run)  # before the signal: the process reads the reason when it ends
     _signal(pid, signal.SIGTERM)
     command = command_of(run)
-    saves = command is None or command.stop_signal is not None
-    return "save and exit" if saves else "exit"
+    return "exit" if command and command.stop_signal is None else "save and exit"
 
 
 def _signal(pid: int, number: int) -> None:

@@ -195,11 +195,11 @@ def resolve_inputs(config: RunConfig, root: Path, build: bool) -> RunConfig:
 
     shares = [share.model_copy(update={"path": absolute(share.path)}) for share in data.corpora]
     evaluated = {name: absolute(path) for name, path in texts.items()}
-    files: dict[str, Any] = {
-        "corpus": shares[0].path if isinstance(data.corpus, str) else tuple(shares),
-        "tokenizer": None if data.tokenizer is None else absolute(data.tokenizer, tokenizer),
-    }
-    config = config.with_settings("data", **files).with_settings("eval", corpora=evaluated)
+    config = config.with_settings(
+        "data",
+        corpus=shares[0].path if isinstance(data.corpus, str) else tuple(shares),
+        tokenizer=None if data.tokenizer is None else absolute(data.tokenizer, tokenizer),
+    ).with_settings("eval", corpora=evaluated)
     spec = StreamSpec.of(config.recipe)
     # The built-in texts are shorter than a batch of the largest recipes, which repeats them.
     check_corpora(replace(spec, global_batch=1) if config.is_trial else spec)

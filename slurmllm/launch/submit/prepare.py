@@ -161,8 +161,9 @@ def avoid_excluded(prepared: PreparedRun, request: RunRequest) -> PreparedRun:
         "excluded: {}; `slurmllm nodes` shows why": names,
         "not excluded: {}: the job needs it; see `slurmllm nodes`": sorted({*suspects} - {*names}),
     }
-    warnings = [line.format(" ".join(nodes)) for line, nodes in lines.items() if nodes]
-    return replace(prepared, excluded=names, warnings=[*prepared.warnings, *warnings])
+    warnings = [*prepared.warnings]
+    warnings += (line.format(" ".join(nodes)) for line, nodes in lines.items() if nodes)
+    return replace(prepared, excluded=names, warnings=warnings)
 
 
 def check_mode(local: bool, options: Settings) -> None:
@@ -262,10 +263,9 @@ def _preview(request: RunRequest, layout: RunLayout, checks: Checks) -> Prepared
         located = locate(config, request.root)
         missing = missing_data(config, request.root, located)
         if request.fetch is not None and located.missing:
-            sets = " and ".join(located.missing)
             log.warning(
                 "a submit with --fetch downloads the data set %s to %s first",
-                sets,
+                " and ".join(located.missing),
                 data_folder(config, request.root),
             )
             if "corpus" in located.values:
@@ -327,8 +327,7 @@ def check(request: RunRequest, layout: RunLayout) -> Checks:
     compiles = request.precompile == "always"
     if request.precompile == "auto":
         compiles = needs_precompile(config)
-    jobs = (config, layout.run, layout.nodes, compiles)
-    warnings, limit_faults = check_jobs(request.slurm, *jobs)
+    warnings, limit_faults = check_jobs(request.slurm, config, layout.run, layout.nodes, compiles)
     warnings = [*(fit.warnings if fit is not None else ()), *warnings]
     if config.recipe.worker.has_model:
         warnings += unfinished_decay(config.recipe)

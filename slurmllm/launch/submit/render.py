@@ -66,8 +66,9 @@ def precompile_nodes(config: RunConfig, nodes: int) -> int:
     for count in range(few, nodes, few):
         data = count * per_node // (tensor * pipeline)
         batch = data * micro * passes * pipeline
-        sizes = (count, per_node, tensor, pipeline, data, batch, micro)
-        if predict(config, Mesh(*sizes, parallel.virtual_pipeline)).fits:
+        virtual = parallel.virtual_pipeline
+        mesh = Mesh(count, per_node, tensor, pipeline, data, batch, micro, virtual)
+        if predict(config, mesh).fits:
             return count
     return nodes
 

@@ -231,5 +231,11 @@ def _check_recipe(run: RunDir, before: Recipe, recipe: Recipe, from_scratch: boo
 def _layout(config: RunConfig) -> tuple[Any, ...]:
     """Return the settings that memory and speed depend on and that a resume may change."""
     train = config.recipe.train
-    settings = (train.micro_batch, train.activation_checkpointing, train.precision)
-    return (config.cluster, config.backend, config.recipe.parallel, *settings)
+    return (
+        config.cluster,
+        config.backend,
+        config.recipe.parallel,
+        train.micro_batch,
+        train.activation_checkpointing,
+        train.precision,
+    )

@@ -140,10 +140,13 @@ def resolve_cases(
     configs = []
     faults = dict[str, None]()
     for case in cases:
-        secret = [path for path, value in case.values.items() if is_secret_at(path, value)]
-        faults |= dict.fromkeys(f"{path}: a sweep may not hold secrets" for path in secret)
+        faults |= dict.fromkeys(
+            f"{path}: a sweep may not hold secrets"
+            for path, value in case.values.items()
+            if is_secret_at(path, value)
+        )
         try:
-            values = [f"{path}={value}" for path, value in case.values.items()]
+            values = (f"{path}={value}" for path, value in case.values.items())
             configs.append(resolve(recipe, cluster, (*overrides, *values), options))
         except ConfigError as error:
             faults |= dict.fromkeys(error.faults or [error.title])
@@ -219,8 +222,8 @@ def _prepare_runs(
         # the candidates follow from the global batch.
         train = run.config.recipe.train
         auto = train.micro_batch == "auto"
-        setting = (run.config, run.mesh, request.local, 1 if auto else None)
-        key = graph_fingerprint(*setting), train.global_batch if auto else 0
+        fingerprint = graph_fingerprint(run.config, run.mesh, request.local, 1 if auto else None)
+        key = fingerprint, train.global_batch if auto else 0
         if key not in graphs:
             graphs[key] = prepare(
                 replace(

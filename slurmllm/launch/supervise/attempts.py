@@ -278,7 +278,7 @@ def timeline(
     saves = [(event.time, event.waited_s or 0.0) for event in waits if event.kind == "save"]
     evaluated_s = sum(event.waited_s or 0.0 for event in waits if event.kind == "evaluation")
     # A step in progress at the first sign counts as training.
-    worked_until = max([last["time"], first_symptom_at or 0.0, *(event.time for event in waits)])
+    worked_until = max(last["time"], first_symptom_at or 0.0, *(event.time for event in waits))
     work_end = min(worked_until, ended_at)
     before_s = (record.phases_s.get(name, 0.0) for name in ("preflight", "cache"))
     launched = record.started_at + sum(before_s)

@@ -121,8 +121,8 @@ def blocked(recordings: Recordings, world_size: int) -> Blocked:
         # The first unfinished one of each group: later ones wait for it.
         firsts = {e.process_group: e for e in reversed(recording.entries) if not e.finished}
         for group, operation in firsts.items():
-            key = group, recording.ranks(group), operation.peers or operation.collective_seq_id
-            operations[key][rank] = operation
+            number = operation.peers or operation.collective_seq_id
+            operations[group, recording.ranks(group), number][rank] = operation
     busy = {rank for waiting in operations.values() for rank in waiting}
     pending = sorted(_describe(recordings, busy, item, world_size) for item in operations.values())
     ranks = {rank for _, idle, _ in pending for rank in idle}

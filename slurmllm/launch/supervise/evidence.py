@@ -112,8 +112,7 @@ def _by_slurm(
             if preempted_at is not None and preempted_at >= int(record.started_at):
                 state = "PREEMPTED"
         with suppress(SlurmError):
-            states = allocation.client.node_states()
-            failed = slurm_failed(allocation, states)
+            failed = slurm_failed(allocation, allocation.client.node_states())
             down_nodes = {name: "" for name in record.nodes if name in failed}
             for node in allocation.client.partition_nodes() if down_nodes else ():
                 down_nodes |= {node.name: node.reason} if node.name in down_nodes else {}

@@ -106,9 +106,11 @@ def decide(
     idle, alike = len(idle_attempts), _count_same_nodes(idle_attempts)
     if alike >= limits.no_progress_limit and closed.ending != "divergence":
         message = f"{alike} attempts in a row without a new checkpoint (slurm.no_progress_limit)"
-        evidence = (message, f"the last one: {closed.ending}", *closed.evidence)
         return _with_action(closed, "stop").model_copy(
-            update={"ending": "no_progress", "evidence": evidence}
+            update={
+                "ending": "no_progress",
+                "evidence": (message, f"the last one: {closed.ending}", *closed.evidence),
+            }
         )
     backoff = 0.0
     if closed.ending in BUDGETS:

@@ -208,8 +208,7 @@ def still_runs(run: RunDir, record: AttemptRecord, allocation: Allocation) -> st
     attempt counts as running.
     """
     here = record.host == socket.gethostname()
-    other = here and record.pid != os.getpid()
-    if other and is_running(record.pid, record.process, b"supervise"):
+    if here and record.pid != os.getpid() and is_running(record.pid, record.process, b"supervise"):
         return f"process {record.pid} on {record.host} is its supervisor"
     if record.job_id is None:
         return None

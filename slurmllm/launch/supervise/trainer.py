@@ -281,8 +281,9 @@ class TrainerObserver:
                 self._launcher.save(progress_missing=missing)
 
     def _newest_checkpoint(self) -> TrainerCheckpoint | None:
-        newest = list_trainer_checkpoints(self._run, self._command, newest_only=True)
-        return next(reversed(newest), None)
+        return next(
+            reversed(list_trainer_checkpoints(self._run, self._command, newest_only=True)), None
+        )
 
     def _look_at_checkpoints(self) -> None:
         before = self._newest

@@ -10,6 +10,7 @@ from typing import NamedTuple
 from slurmllm.core.config.command import CommandConfig, fill
 from slurmllm.core.config.resolve import RunConfig
 from slurmllm.core.errors import EXIT_OUT_OF_MEMORY, EXIT_REQUEUE
+from slurmllm.core.format import Json
 from slurmllm.core.run.error_patterns import Meaning, cause_line, meaning_of
 from slurmllm.core.run.records import AttemptRecord, FailureRecord
 from slurmllm.core.run.rundir import RunDir
@@ -54,7 +55,7 @@ class OutputLine(NamedTuple):
 
 def command_values(
     run: RunDir, config: RunConfig, attempt: int, nodes: int, record: AttemptRecord | None = None
-) -> dict[str, object]:
+) -> Json:
     """Return what is filled into a command's texts in an attempt; of one to come without record."""
     command = config.recipe.command
     assert command is not None
@@ -72,7 +73,7 @@ def command_values(
     }
 
 
-def command_line(command: CommandConfig, values: dict[str, object]) -> str:
+def command_line(command: CommandConfig, values: Json) -> str:
     """Return the text for bash, with the arguments for resuming from the second attempt on.
 
     These need a complete checkpoint if they name it.
@@ -275,7 +276,7 @@ def _exceptions(lines: Sequence[OutputLine]) -> list[_Cause]:
         label = match[0] if (match := _LABEL.match(line.text)) else ""
         rank = int(match[1]) if (match := _RANK.search(label)) else None
         by_rank.setdefault(rank, []).append((line, line.text[len(label) :]))
-    raised = [cause for rank, group in by_rank.items() for cause in _raised(rank, group)]
+    raised = (cause for rank, group in by_rank.items() for cause in _raised(rank, group))
     return sorted(raised, key=lambda cause: lines.index(cause.line))
 
 

@@ -185,8 +185,8 @@ class Watchdog:
         # While rank 0 writes metrics, all workers advance: heartbeats then only show which nodes
         # respond. They are read at every look when nothing has changed for some time.
         self._next_read = 0.0
-        limits = (config.start_up_s, config.first_step_s, config.min_step_s, config.save_s)
-        self._quiet_s = min(HEARTBEAT_S, min(limits) / 4)
+        limit_s = min(config.start_up_s, config.first_step_s, config.min_step_s, config.save_s)
+        self._quiet_s = min(HEARTBEAT_S, limit_s / 4)
 
     def look(self) -> HangRecord | None:
         """Read new heartbeats; returns the hang if there is one."""

@@ -167,8 +167,13 @@ class Workers:
                 raise NodeError(
                     f"rank {rank} cannot be started on {self.node}: {os_error_text(error)}"
                 ) from error
-        interfaces = interface_variables(self.record.master_addr)
-        variables = mask({**os.environ, **interfaces, **self.config.worker_secrets()})
+        variables = mask(
+            {
+                **os.environ,
+                **interface_variables(self.record.master_addr),
+                **self.config.worker_secrets(),
+            }
+        )
         names = [*worker_environment(self.config, self.run), *INTERFACES]
         self.save(
             pids={rank: worker.pid for rank, worker in self.processes.items()},
