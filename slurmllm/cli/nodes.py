@@ -107,10 +107,10 @@ def _readable(run: RunDir) -> bool:
 
 def _rows(runs: Sequence[RunDir], client: SlurmClient) -> Sequence[Values]:
     """Return the nodes that runs exclude, and those that their pending jobs exclude."""
-    from slurmllm.core.run.records import JobsRecord
+    from slurmllm.core.run.records import last_submission
     from slurmllm.launch.supervise.exclusion import excluded, excluded_by_jobs
 
-    jobs_of = {run.name: last.own_jobs for run in runs if (last := JobsRecord.of(run).last)}
+    jobs_of = {run.name: last.own_jobs for run in runs if (last := last_submission(run))}
     lists: dict[str, list[str]] = {}
     try:  # one query for the jobs of all runs
         lists = excluded_by_jobs(client, [*chain.from_iterable(jobs_of.values())])

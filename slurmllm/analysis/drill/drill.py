@@ -37,7 +37,7 @@ from slurmllm.core.errors import (
 )
 from slurmllm.core.metrics.row_reader import last_row
 from slurmllm.core.metrics.source import read_curve
-from slurmllm.core.run.records import AttemptRecord, JobsRecord, NodeRecord
+from slurmllm.core.run.records import AttemptRecord, JobsRecord, NodeRecord, last_submission
 from slurmllm.core.run.rundir import RunDir, write_atomic
 from slurmllm.core.run.safe_files import open_append, os_error_text, read_limited
 from slurmllm.core.slurm.client import SlurmClient, step_beside
@@ -64,11 +64,11 @@ _ERRORS: dict[int, type[SlurmllmError]] = {
 }
 
 
+@dataclass
 class SlurmRunner:
     """Jobs of a Slurm cluster."""
 
-    def __init__(self, client: SlurmClient) -> None:
-        self.client = client
+    client: SlurmClient
 
     def start(self, run: RunDir, nodes: int) -> None:
         """Start a run whose directory has a configuration; raises as `slurmllm resume` does."""
@@ -104,7 +104,7 @@ class SlurmRunner:
             time.sleep(0.5)
 
     def cancel(self, run: RunDir) -> None:
-        if (last := JobsRecord.of(run).last) is not None:
+        if (last := last_submission(run)) is not None:
             self.client.cancel(last.own_jobs)
 
     def _job(self, run: RunDir) -> str:

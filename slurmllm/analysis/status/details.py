@@ -61,7 +61,7 @@ from slurmllm.launch.supervise.classify import (
     hang_text,
     how_ended,
     is_echo,
-    reported_all,
+    unreported_nodes,
     workers_without_failure_record,
 )
 from slurmllm.launch.supervise.exclusion import excluded
@@ -333,7 +333,7 @@ def culprit(run: RunDir, record: AttemptRecord) -> Culprit:
         return Culprit(record, rank, name, tuple(hang_facts), stacks=bool(locations))
     if record.launch_failure and not failures:  # before any worker
         return Culprit(record, None, "", ())
-    silent = [name for name in record.nodes if not reported_all(nodes.get(name))]
+    silent = unreported_nodes(record.nodes, nodes)
     lost = [name for name in silent if name in record.blamed_nodes]
     if lost and record.ending is not None:
         return _lost(record, lost)

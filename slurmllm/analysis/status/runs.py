@@ -36,9 +36,9 @@ from slurmllm.core.run.error_patterns import matches
 from slurmllm.core.run.records import (
     AttemptRecord,
     Attempts,
-    JobsRecord,
     SkipsRecord,
     SweepRecord,
+    last_submission,
     runs_of,
 )
 from slurmllm.core.run.rundir import RunDir, SweepDir, run_folders
@@ -496,7 +496,7 @@ def read_sweep(sweep: SweepDir, client: SlurmClient) -> SweepState:
     """Read the state of a sweep; raises StorageError if its record is damaged."""
     record = SweepRecord.load(sweep.record)
     runs, compiling = runs_of(sweep, record), sweep.graph_runs()
-    submissions = {run.name: JobsRecord.of(run).last for run in compiling}
+    submissions = {run.name: last_submission(run) for run in compiling}
     jobs = {name: last.precompile_job if last else None for name, last in submissions.items()}
     states = run_states([*runs, *compiling], client)
     return SweepState(

@@ -111,15 +111,11 @@ def _incarnations(attempts: Attempts, history: RunHistory) -> list[Incarnation |
     for attempt in attempts:
         # The closest start by the supervisor's clock, which is a node's: a job that gave up a node
         # has another one right after it.
-        opened_at, incarnation = attempt.started_at, None
-        starts = (s for s in history.incarnations if s.job_id == attempt.job_id)
-        nearest = min(
-            ((max(s.start - opened_at, opened_at - s.end, 0.0), -s.start, s) for s in starts),
-            key=lambda distance: distance[:2],
-            default=None,
-        )
-        if nearest and nearest[0] <= _SLACK_S:
-            incarnation = nearest[2]
+        opened_at, incarnation, nearest = attempt.started_at, None, (_SLACK_S, math.inf)
+        for start in history.incarnations:
+            distance = max(start.start - opened_at, opened_at - start.end, 0.0), -start.start
+            if start.job_id == attempt.job_id and distance < nearest:
+                incarnation, nearest = start, distance
         if incarnation in opened_in:
             earlier = attempts[opened_in.index(incarnation)]
             if earlier.restart_count != attempt.restart_count:

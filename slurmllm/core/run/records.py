@@ -239,6 +239,10 @@ class JobsRecord(Record):
         return last
 
 
+def last_submission(run: RunDir) -> Submission | None:
+    return JobsRecord.of(run).last
+
+
 class SweepCase(Record):
     """One run of a sweep."""
 

@@ -96,8 +96,12 @@ def gpu_findings(gpus: Sequence[Gpu]) -> Findings:
         if not slow > 0:
             slow = now + margin - offset  # since Hopper, nvidia-smi prints the margin to it
         if not math.isnan(now - slow):
-            message = f"{name}: {now:g} °C at rest; it slows down at {slow:g} °C"
-            yield (fail if now >= slow else ok)("temperature", now, slow, message)
+            yield (fail if now >= slow else ok)(
+                "temperature",
+                now,
+                slow,
+                f"{name}: {now:g} °C at rest; it slows down at {slow:g} °C",
+            )
         yield ok("GPU processes", 0, 0)
         processes = list(_process_findings(name, gpu))
         yield from processes

@@ -110,12 +110,18 @@ def container_findings(cluster: Cluster, client: SlurmClient) -> Findings:
         try:
             client.check_srun([f"--container-image={container.image}"])
         except SlurmError as error:
-            fix = "pyxis must be installed on the cluster; else another runtime"
-            yield unfit("container", f"{state}: {error}", fix=fix)
+            yield unfit(
+                "container",
+                f"{state}: {error}",
+                fix="pyxis must be installed on the cluster; else another runtime",
+            )
             return
     elif shutil.which(container.runtime) is None:
-        fix = "nothing, if the nodes have it or cluster.setup loads it; else another runtime"
-        yield warn("container", f"{state}: no {container.runtime} on this PATH", fix=fix)
+        yield warn(
+            "container",
+            f"{state}: no {container.runtime} on this PATH",
+            fix="nothing, if the nodes have it or cluster.setup loads it; else another runtime",
+        )
         return
     yield ok("container", f"{state}; the first attempt of a run starts it once")
 
@@ -162,8 +168,7 @@ def packages_finding() -> Finding:
 def torch_finding(cluster: Cluster) -> Finding:
     present = installed_version("torch")
     if present is None:
-        fix = "pip install torch, in this environment"
-        return unfit("torch", "not installed", fix=fix)
+        return unfit("torch", "not installed", fix="pip install torch, in this environment")
     imported = import_torch()
     if imported is None:
         return warn(
@@ -174,19 +179,20 @@ def torch_finding(cluster: Cluster) -> Finding:
     status, _, versions = imported.partition(" ")
     version, _, cuda = versions.partition(" ")
     if status != "imported":
-        fault = f"{present} does not import: {imported}"
-        return unfit("torch", fault, fix="install it again")
+        return unfit("torch", f"{present} does not import: {imported}", fix="install it again")
     if cluster.device == "neuron":
         if not in_series(version, NEURON_TORCH):
-            fault = f"{version}; torch-neuronx needs {NEURON_TORCH}"
-            return unfit("torch", fault, fix=_NEURON_FIX)
+            return unfit("torch", f"{version}; torch-neuronx needs {NEURON_TORCH}", fix=_NEURON_FIX)
     elif not at_least(version, "2.9"):
         return unfit("torch", f"{version}, older than 2.9", fix="pip install 'torch>=2.9'")
     elif cluster.device == "cuda" and cuda == "None":
         return unfit("torch", f"{version} is built without CUDA", fix="install a build for CUDA")
     elif not in_series(version, TESTED_TORCH):
-        fix = f"pip install torch=={TESTED_TORCH}, unless you need another version"
-        return warn("torch", f"{version}; the tests ran on {TESTED_TORCH}", fix=fix)
+        return warn(
+            "torch",
+            f"{version}; the tests ran on {TESTED_TORCH}",
+            fix=f"pip install torch=={TESTED_TORCH}, unless you need another version",
+        )
     return ok("torch", version if cuda in ("None", "") else f"{version}, CUDA {cuda}")
 
 
@@ -226,14 +232,19 @@ def neuron_findings() -> Findings:
     for distribution, (module, series, pinned) in NEURON_PACKAGES.items():
         present = installed_version(distribution)
         if present is None:
-            fault = f"not installed; {pinned} is supported"
-            yield unfit(distribution, fault, fix=_NEURON_FIX)
+            yield unfit(distribution, f"not installed; {pinned} is supported", fix=_NEURON_FIX)
         elif importlib.util.find_spec(module) is None:
-            fault = f"{present} is the public index's placeholder: no module {module}"
-            yield unfit(distribution, fault, fix=f"pip uninstall {distribution}; {_NEURON_FIX}")
+            yield unfit(
+                distribution,
+                f"{present} is the public index's placeholder: no module {module}",
+                fix=f"pip uninstall {distribution}; {_NEURON_FIX}",
+            )
         elif not any(in_series(present, prefix) for prefix in series):
-            fault = f"{present}; supported: {' and '.join(f'{s}.*' for s in series)}"
-            yield unfit(distribution, fault, fix=_NEURON_FIX)
+            yield unfit(
+                distribution,
+                f"{present}; supported: {' and '.join(f'{s}.*' for s in series)}",
+                fix=_NEURON_FIX,
+            )
         elif present.partition("+")[0] != pinned:
             yield warn(distribution, f"{present}; pinned is {pinned}", fix=_NEURON_FIX)
         else:
@@ -259,8 +270,11 @@ def slurm_findings(client: SlurmClient, cluster: Cluster, partition: str | None 
     """
     missing = client.missing_commands()
     if len(missing) == len(COMMANDS):
-        fix = "--local trains on this machine; for a cluster, run this on its login node"
-        yield warn("slurm commands", "none on the PATH", fix=fix)
+        yield warn(
+            "slurm commands",
+            "none on the PATH",
+            fix="--local trains on this machine; for a cluster, run this on its login node",
+        )
         for check in ("slurm controller", *_CONTROLLER_CHECKS):
             yield skipped(check, "no Slurm here")
         return
@@ -277,9 +291,12 @@ def slurm_findings(client: SlurmClient, cluster: Cluster, partition: str | None 
         settings = site.settings
         _ = site.nodes
     except SlurmError as error:
-        fix = "`scontrol ping`; --local does without Slurm"
         # scontrol prints a line for each step that failed; the last one is the reason.
-        yield fail("slurm controller", str(error).rpartition("scontrol: ")[2], fix=fix)
+        yield fail(
+            "slurm controller",
+            str(error).rpartition("scontrol: ")[2],
+            fix="`scontrol ping`; --local does without Slurm",
+        )
         for check in _CONTROLLER_CHECKS:
             yield skipped(check, "slurmctld is unreachable")
         return
@@ -291,8 +308,9 @@ def slurm_findings(client: SlurmClient, cluster: Cluster, partition: str | None 
     if requeue == "JobRequeue=1":
         yield ok("requeue", f"{requeue}: slurm.restart: auto requeues")
     else:
-        fix = "slurm.restart: auto continues runs by successor jobs (chain)"
-        yield warn("requeue", requeue, fix=fix)
+        yield warn(
+            "requeue", requeue, fix="slurm.restart: auto continues runs by successor jobs (chain)"
+        )
     storage = settings.get("AccountingStorageType", "")
     if not storage or storage.endswith("none"):
         fix = "slurmdbd; without it, an orphaned attempt counts as a node failure"
@@ -302,8 +320,7 @@ def slurm_findings(client: SlurmClient, cluster: Cluster, partition: str | None 
             client.check_accounting()
             yield ok("accounting", storage)
         except SlurmError as error:
-            fix = "is slurmdbd running? `sacctmgr show cluster`"
-            yield fail("accounting", str(error), fix=fix)
+            yield fail("accounting", str(error), fix="is slurmdbd running? `sacctmgr show cluster`")
     yield from _partition_findings(site, cluster, partition or cluster.partition)
 
 
@@ -336,14 +353,18 @@ def _device_findings(
         state = f"{gpus} GPU(s) a node"
         if gpus < devices:
             state += f"; profile {cluster.name} requires {devices}"
-            fix = (
-                f"another --partition, or a profile with devices_per_node: {gpus}; Slurm counts "
-                "GPUs if slurm.conf has Gres=gpu:N"
+            yield unfit(
+                "devices",
+                state,
+                fix=f"another --partition, or a profile with devices_per_node: {gpus}; Slurm "
+                "counts GPUs if slurm.conf has Gres=gpu:N",
             )
-            yield unfit("devices", state, fix=fix)
         elif not options.keys() & _GPU_REQUESTS:
-            fix = f"directives: [--gpus-per-node={devices}] in profile {cluster.name}"
-            yield warn("devices", f"{state}; the profile requests none", fix=fix)
+            yield warn(
+                "devices",
+                f"{state}; the profile requests none",
+                fix=f"directives: [--gpus-per-node={devices}] in profile {cluster.name}",
+            )
         else:
             yield ok("devices", state)
 
@@ -355,8 +376,11 @@ def _partition_findings(site: Site, cluster: Cluster, partition: str | None) -> 
     if not members:
         names = ", ".join(sorted({node.partition for node in nodes})) or "none"
         fault = f"{partition!r} is unknown, closed to you or empty" if partition else "no default"
-        fix = "one of these with --partition, or as the profile's partition"
-        yield unfit("partition", f"{fault}; partitions: {names}", fix=fix)
+        yield unfit(
+            "partition",
+            f"{fault}; partitions: {names}",
+            fix="one of these with --partition, or as the profile's partition",
+        )
         for check in _NODE_CHECKS:
             yield skipped(check, "no partition")
         return

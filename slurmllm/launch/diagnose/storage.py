@@ -71,8 +71,12 @@ def node_local_findings(cluster: Cluster) -> Findings:
     folder = Path(cluster.node_local)
     required = cluster.health.min_node_local_gb
     if not folder.is_dir():
-        message = f"{folder} does not exist; is the disk mounted? (cluster.node_local)"
-        yield fail("node-local disk", "missing", str(folder), message)
+        yield fail(
+            "node-local disk",
+            "missing",
+            str(folder),
+            f"{folder} does not exist; is the disk mounted? (cluster.node_local)",
+        )
         return
     with tempfile.NamedTemporaryFile(prefix=".slurmllm-health-", dir=folder) as probe:
         probe.write(b"x" * 4096)
@@ -81,11 +85,19 @@ def node_local_findings(cluster: Cluster) -> Findings:
     free = round(shutil.disk_usage(folder).free / GB, 1)
     kind, _ = file_system(folder.resolve())
     if free < required:
-        message = f"{free} GB free in {folder}; profile {cluster.name} requires {required:g}"
-        yield fail("node-local disk", free, required, message)
+        yield fail(
+            "node-local disk",
+            free,
+            required,
+            f"{free} GB free in {folder}; profile {cluster.name} requires {required:g}",
+        )
     elif kind in SHARED_TYPES:
-        message = f"{folder} is on {kind}, which all nodes share; choose a disk of the node's own"
-        yield warn("node-local disk", free, required, message)
+        yield warn(
+            "node-local disk",
+            free,
+            required,
+            f"{folder} is on {kind}, which all nodes share; choose a disk of the node's own",
+        )
     elif risk := replaceable_error(folder, cluster.trusted_group):
         # The workers would refuse to make their caches there.
         yield fail("node-local disk", free, required, risk)
@@ -114,8 +126,12 @@ def shared_findings(cluster: Cluster, marker: Path, node: str) -> Findings:
     folder = marker.parent
     limit = cluster.health.max_write_s
     if not wait_for(marker.is_file, VISIBLE_S, 0.1):
-        message = f"{marker} is not visible: {folder} is not the shared file system here"
-        yield fail("shared file system", "another", str(folder), message)
+        yield fail(
+            "shared file system",
+            "another",
+            str(folder),
+            f"{marker} is not visible: {folder} is not the shared file system here",
+        )
         return
     path = folder / f".health-{node}"
     try:
@@ -216,8 +232,7 @@ def _runs_folder_findings(
         state += "; --recipe RECIPE compares it with a run's checkpoints"
     yield judge("free space", state, fix, fail if free < MIN_FREE_BYTES else warn)
     fix = "a faster file system; saves and records wait for it" if write_s > SLOW_WRITE_S else ""
-    state = f"{write_s * 1000:.1f} ms, median of {NUM_WRITES}"
-    yield judge("fsynced write", state, fix)
+    yield judge("fsynced write", f"{write_s * 1000:.1f} ms, median of {NUM_WRITES}", fix)
     state = f"within {CLOCK_TOLERANCE_S:.0f} s of the file server's"
     fix = ""
     if abs(ahead_s) > CLOCK_TOLERANCE_S:

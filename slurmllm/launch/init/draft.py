@@ -58,11 +58,13 @@ def nearest_figures(kind: NodeKind) -> Figures:
     shipped = {name: shipped_values(name) for name in available(clusters_dir())}
     for name, values in shipped.items():
         if values.get("instance_type") in kind.features:
-            reason = f"the nodes have the feature {values['instance_type']}"
-            return Figures(name, "exact", reason)
+            return Figures(name, "exact", f"the nodes have the feature {values['instance_type']}")
     if not kind.gpus:
-        reason = "Slurm counts no GPUs; the figures are a guess at two cores of a server"
-        return Figures("local", "guess", reason)
+        return Figures(
+            "local",
+            "guess",
+            "Slurm counts no GPUs; the figures are a guess at two cores of a server",
+        )
     name, gpu = _by_gpu(" ".join([kind.gpu_type, *kind.features]))
     keys = (key for key in ("instance_type", "env") if shipped[name].get(key))
     changes: Values = dict.fromkeys(keys)
@@ -81,8 +83,12 @@ def nearest_figures(kind: NodeKind) -> Figures:
     if kind.gpus != shipped[name]["devices_per_node"]:
         assumed += ["node_link_efficiency", "overlap"]
     changes["hardware"] = {"assumed": list(dict.fromkeys(assumed))}
-    reason = f"by the GPU {gpu}, of {hardware['memory_gib']:g} GiB; the network is assumed"
-    return Figures(name, "likely", reason, changes)
+    return Figures(
+        name,
+        "likely",
+        f"by the GPU {gpu}, of {hardware['memory_gib']:g} GiB; the network is assumed",
+        changes,
+    )
 
 
 def shipped_values(name: str) -> Values:
@@ -148,9 +154,9 @@ def _lines(survey: Survey, partition: Partition, kind: NodeKind, figures: Figure
         loaded = f"; loaded now: {' '.join(machine.loaded)}" if machine.loaded else ""
         yield "# setup:", f"lines of shell for each job; {machine.modules}{loaded}"
         yield "#   - module load cuda", ""
-    on = machine.python_file_system
-    on += "" if on in SHARED_TYPES else ", which the nodes must see too"
-    yield f"# python: {machine.python}", f"of the jobs, else that of submit; on {on}"
+    location = machine.python_file_system
+    location += "" if location in SHARED_TYPES else ", which the nodes must see too"
+    yield f"# python: {machine.python}", f"of the jobs, else that of submit; on {location}"
     if machine.containers:
         yield "# container:", f"on {machine.host}: {', '.join(machine.containers)}"
         yield f"#   runtime: {machine.containers[0]}", ""

@@ -20,7 +20,7 @@ from slurmllm.core.config.load import load
 from slurmllm.core.errors import ConfigError, RunError, StorageError, UserError
 from slurmllm.core.format import Json
 from slurmllm.core.run.artifact_records import CheckpointEvaluation
-from slurmllm.core.run.records import JobsRecord, Submission, SweepRecord, runs_of
+from slurmllm.core.run.records import JobsRecord, Submission, SweepRecord, last_submission, runs_of
 from slurmllm.core.run.rundir import RunDir, SweepDir, find_run_or_sweep, is_sweep
 from slurmllm.core.run.safe_files import os_error_text, untrusted_error, user_name
 from slurmllm.core.slurm.client import SlurmClient
@@ -84,7 +84,7 @@ def _cancel(
     jobs, cancelled = dict[str, RunDir](), list[CancelledJob]()
     evaluations = dict[str, CheckpointEvaluation]()
     for run in runs:
-        last = JobsRecord.of(run).last
+        last = last_submission(run)
         if last is None:
             continue
         if process := process_elsewhere(run, client):
@@ -220,7 +220,7 @@ def plan_deletion(
         ]
     jobs: dict[str, RunDir] = {}  # those that Slurm is asked about, at once
     for run in runs:
-        last = JobsRecord.of(run).last
+        last = last_submission(run)
         if last is None or last.local:
             require_ended(run, client)
         else:

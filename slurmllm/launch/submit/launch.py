@@ -25,7 +25,7 @@ from typing import IO
 from slurmllm.core.config.directives import as_arguments
 from slurmllm.core.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_REQUEUE, SlurmError, SlurmllmError
 from slurmllm.core.format import Json, format_plural
-from slurmllm.core.run.records import JobsRecord, Submission
+from slurmllm.core.run.records import JobsRecord, Submission, last_submission
 from slurmllm.core.run.rundir import STAGES, RunDir, Stage
 from slurmllm.core.run.safe_files import open_append
 from slurmllm.core.slurm.client import ELSEWHERE, ENDED_STATES, SlurmClient, UnansweredError
@@ -348,7 +348,7 @@ def run_locally(
         for number, handler in previous.items():
             signal.signal(number, handler)
         with suppress(SlurmllmError):  # a full disk
-            last = JobsRecord.of(run).last
+            last = last_submission(run)
             if last is not None and last.pid == os.getpid():  # not resumed elsewhere, by --force
                 JobsRecord.change_last(run, ended_at=time.time())
 

@@ -298,12 +298,14 @@ def check(request: RunRequest, layout: RunLayout) -> Checks:
     errors = []
     recipe = config.recipe
     if faults := site_faults(config, request.local):
-        title = f"{recipe.name}: these settings cannot be used here"
-        errors.append(ConfigError(title, faults))
+        errors.append(ConfigError(f"{recipe.name}: these settings cannot be used here", faults))
     if recipe.worker.has_model:
         if faults := _setting_faults(request, layout):
-            title = f"backend {config.backend} cannot train {recipe.name} like this"
-            errors.append(ConfigError(title, faults))
+            errors.append(
+                ConfigError(
+                    f"backend {config.backend} cannot train {recipe.name} like this", faults
+                )
+            )
         # The fewest nodes: shards of the model are the largest there.
         fewest = min(layout.nodes, recipe.slurm.min_nodes or layout.nodes)
         if request.check_layout and config.cluster.hardware is not None:
@@ -475,13 +477,17 @@ def _largest_node_count(config: RunConfig, nodes: int) -> int:
     title = "the range of nodes is not possible"
     option = f"--nodes {fewest}-{nodes}"
     if load_environment(config.backend).precompile_nodes(config, nodes) > replica_nodes(config):
-        fault = f"{option}: graphs of backend {config.backend} are for one node count; give one"
-        raise ConfigError(title, [fault])
+        raise ConfigError(
+            title,
+            [f"{option}: graphs of backend {config.backend} are for one node count; give one"],
+        )
     possible = possible_nodes(config, fewest, nodes)
     if fewest not in possible:
         choices = ", ".join(map(str, possible)) or "none of them"
-        fault = f"{option}: {fewest} is not possible with this mesh and global batch; {choices} is"
-        raise ConfigError(title, [fault])
+        raise ConfigError(
+            title,
+            [f"{option}: {fewest} is not possible with this mesh and global batch; {choices} is"],
+        )
     if possible[-1] < nodes:
         log.warning("%s: %d nodes at most, by mesh and global batch", option, possible[-1])
     return possible[-1]

@@ -13,7 +13,7 @@ from slurmllm.core.config.recipe import Recipe
 from slurmllm.core.config.resolve import RunConfig, Settings, change, changed_settings
 from slurmllm.core.errors import RunError
 from slurmllm.core.metrics.row_reader import last_row
-from slurmllm.core.run.records import JobsRecord, Submission
+from slurmllm.core.run.records import Submission, last_submission
 from slurmllm.core.run.rundir import RunDir
 from slurmllm.core.slurm.client import SlurmClient, wait_for
 from slurmllm.launch.submit.launch import SubmittedRun, start
@@ -50,7 +50,7 @@ def require_ended(run: RunDir, client: SlurmClient, force: bool = False) -> Subm
 
     `force`: a process that cannot be seen from this machine counts as ended.
     """
-    last = JobsRecord.of(run).last
+    last = last_submission(run)
     process = sweep_process(run) if last is None else process_elsewhere(run, client)
     if process is not None and not force:
         raise RunError(

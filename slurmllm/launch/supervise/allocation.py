@@ -23,7 +23,7 @@ from slurmllm.core.config.resolve import RunConfig
 from slurmllm.core.config.rules import minutes_of
 from slurmllm.core.config.variables import is_secret_option
 from slurmllm.core.errors import ConfigError, SlurmError, UserError
-from slurmllm.core.run.records import JobsRecord, NodeNames
+from slurmllm.core.run.records import NodeNames, last_submission
 from slurmllm.core.run.rundir import RunDir, Stage
 from slurmllm.core.run.safe_files import login_name
 from slurmllm.core.slurm.client import (
@@ -293,7 +293,7 @@ class LocalAllocation(Allocation):
         ]
 
     def state(self) -> str:
-        last = None if self._run is None else JobsRecord.of(self._run).last
+        last = None if self._run is None else last_submission(self._run)
         return "RUNNING" if last is None or last.cancelled_at is None else "CANCELLED"
 
 

@@ -21,7 +21,7 @@ from slurmllm.core.run.rundir import RunDir
 from slurmllm.core.run.safe_files import os_error_text
 from slurmllm.core.slurm.error_texts import Processes
 from slurmllm.launch.supervise import attempts
-from slurmllm.launch.supervise.classify import failed_workers, is_echo, reported_all
+from slurmllm.launch.supervise.classify import failed_workers, is_echo, unreported_nodes
 from slurmllm.launch.supervise.notify import Notifier
 from slurmllm.launch.supervise.resume_check import ResumeCheck
 from slurmllm.launch.supervise.slow_ranks import SlowRanks
@@ -192,7 +192,7 @@ class AttemptMonitor:
             return LAUNCHER_GRACE_S  # the other nodes submit the graphs that they have
         try:
             # The record of a node whose workers have all ended changes no more.
-            unreported = [n for n in self._record.nodes if not reported_all(self._nodes.get(n))]
+            unreported = unreported_nodes(self._record.nodes, self._nodes)
             self._nodes |= attempts.node_records(self._run, self._record, unreported)
             failures = attempts.failure_records(self._run, self._record)
             nodes = self._nodes
@@ -201,7 +201,7 @@ class AttemptMonitor:
         # A node with a failure record is alive: its launcher waits for its other workers.
         alive = {failure.node for failure in failures}
         alive |= {name for name, node in nodes.items() if node.exit_codes}
-        pending = [n for n in self._record.nodes if not reported_all(nodes.get(n))]
+        pending = unreported_nodes(self._record.nodes, nodes)
         all_reported = not pending or (len(pending) == 1 and pending[0] not in alive)
         if self.observed.hang is not None:  # the cause is known, but stacks take time
             return REPORTED_GRACE_S if all_reported else HANG_GRACE_S

@@ -30,7 +30,6 @@ from slurmllm.core.run.records import (
     AttemptRecord,
     Attempts,
     FailureRecord,
-    JobsRecord,
     NodeRecord,
     NodeRecords,
     PassedOver,
@@ -38,11 +37,12 @@ from slurmllm.core.run.records import (
     SkipsRecord,
     Versions,
     WorkerRecord,
+    last_submission,
 )
 from slurmllm.core.run.rundir import RunDir, Stage, read_all, storage_errors
 from slurmllm.core.slurm.client import AccountingRow, to_unix
 from slurmllm.launch.supervise.allocation import Allocation, SlurmAllocation, start_of_job
-from slurmllm.launch.supervise.classify import Ending, reported_all
+from slurmllm.launch.supervise.classify import Ending, unreported_nodes
 from slurmllm.launch.supervise.policy import decide
 from slurmllm.train.checkpoint.foreign import list_trainer_checkpoints, saved_steps
 from slurmllm.train.checkpoint.selection import select_checkpoint
@@ -114,14 +114,14 @@ def ending_of_orphaned(
         return Ending("out_of_memory", evidence)
     if state in ("TIMEOUT", "PREEMPTED"):
         return Ending("advance_signal", evidence)
-    silent = tuple(name for name in record.nodes if not reported_all(reported.get(name)))
+    silent = unreported_nodes(record.nodes, reported)
     # Of several nodes without a report, the one that failed is unknown. In a job that was requeued
     # by command, or failed, the supervisor's process ended, and with it the reports.
     accused = len(silent) == 1 and state in ("NODE_FAIL", "UNKNOWN")
     # If any node of a job fails, even a spare one, Slurm kills the job's processes on all others.
     if failed is not None and len(record.nodes) + record.spare_nodes > 1:
         accused = accused and silent[0] in failed
-    return Ending("node_failure", evidence, silent if accused else ())
+    return Ending("node_failure", evidence, tuple(silent) if accused else ())
 
 
 def load_attempts(run: RunDir, stage: Stage) -> list[AttemptRecord]:
@@ -220,16 +220,13 @@ def close_attempt(
     )
     if closed.stage == "train":
         closed = timeline(run, closed, first_symptom_at, config)
-    nodes = node_records(run, closed).values()
     saved = max(saved_steps(run, config, closed), default=closed.checkpoint_before)
-    graphs = tuple(sorted({name for node in nodes for name in node.new_graphs}))
+    graphs = {name for node in node_records(run, closed).values() for name in node.new_graphs}
     phases = {name: round(seconds, 3) for name, seconds in closed.phases_s.items()}
-    closed = closed.model_copy(
-        update={"checkpoint_after": saved, "phases_s": phases, "new_graphs": graphs}
-    )
+    fields = {"checkpoint_after": saved, "phases_s": phases, "new_graphs": tuple(sorted(graphs))}
+    closed = closed.model_copy(update=fields)
     begin = first_attempt(run)
-    diverged = closed.ending == "divergence"
-    invalidations = SkipsRecord.of(run).invalidations if diverged else ()
+    invalidations = SkipsRecord.of(run).invalidations if closed.ending == "divergence" else ()
     closed = decide(
         closed,
         [a for a in earlier if begin <= a.attempt < closed.attempt and a.ending],
@@ -351,7 +348,7 @@ def queue_s(record: AttemptRecord, earlier: Attempts, row: AccountingRow | None)
 
 def first_attempt(run: RunDir) -> int:
     """Return the first train attempt of the last submission: budgets count from there."""
-    last = JobsRecord.of(run).last
+    last = last_submission(run)
     return 0 if last is None else last.first_attempt
 
 

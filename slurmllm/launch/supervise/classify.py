@@ -114,8 +114,7 @@ class Evidence:
 
     @property
     def unreported(self) -> list[str]:
-        """The nodes whose launchers did not record how all their workers ended."""
-        return [n for n in self.expected_nodes if not reported_all(self.nodes.get(n))]
+        return unreported_nodes(self.expected_nodes, self.nodes)
 
     @property
     def begun(self) -> bool:
@@ -194,8 +193,9 @@ def _reported_endings(evidence: Evidence) -> _Rows:
     """Yield the endings that supervisors, Slurm or the workers themselves report."""
     stop_signal = evidence.stop_signal
     if evidence.superseded_by is not None:
-        reason = f"superseded by attempt {evidence.superseded_by} of another supervisor"
-        yield Ending("superseded", (reason,))
+        yield Ending(
+            "superseded", (f"superseded by attempt {evidence.superseded_by} of another supervisor",)
+        )
     incomplete = tuple(evidence.uncompiled) if evidence.finished else ()
     if evidence.finished and not incomplete:
         unfinished = evidence.trainer.unfinished
@@ -279,14 +279,20 @@ def _worker_endings(evidence: Evidence) -> _Rows:
     yield _launcher_error(evidence)
     yield _by_workers(evidence, [worker for worker in failed if worker.code < 0])
     if evidence.overran_s is not None:
-        reason = f"{evidence.stop_signal}: not saved within {evidence.overran_s:.0f} s; ended"
-        yield Ending("advance_signal", (*_by_slurm(evidence), reason))
+        yield Ending(
+            "advance_signal",
+            (
+                *_by_slurm(evidence),
+                f"{evidence.stop_signal}: not saved within {evidence.overran_s:.0f} s; ended",
+            ),
+        )
     yield _unreported(evidence)
     yield _lost_peers(evidence)
     yield _by_workers(evidence, failed)
     rank, code, _ = failed[0] if failed else (-1, -1, "")
-    reason = f"rank {rank} ended with exit code {code} and wrote no reason; see its log"
-    yield Ending("code_error", (reason,))
+    yield Ending(
+        "code_error", (f"rank {rank} ended with exit code {code} and wrote no reason; see its log",)
+    )
 
 
 def _lost_peers(evidence: Evidence) -> Ending | None:
@@ -360,6 +366,11 @@ def reported_all(node: NodeRecord | None) -> bool:
     if node is None:
         return False
     return node.error is not None or (bool(node.pids) and len(node.exit_codes) == len(node.pids))
+
+
+def unreported_nodes(names: Sequence[str], nodes: NodeRecords) -> list[str]:
+    """Return the nodes whose launchers did not record how all their workers ended."""
+    return [name for name in names if not reported_all(nodes.get(name))]
 
 
 def failed_workers(nodes: NodeRecords) -> list[FailedWorker]:

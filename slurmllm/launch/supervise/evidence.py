@@ -27,7 +27,7 @@ from slurmllm.launch.supervise.attempt_monitor import Observations
 from slurmllm.launch.supervise.classify import (
     Evidence,
     TrainerExit,
-    reported_all,
+    unreported_nodes,
     workers_without_failure_record,
 )
 from slurmllm.launch.supervise.exclusion import slurm_failed
@@ -213,7 +213,7 @@ def _with_stacks(
     """Add what ranks wait for, and suspects: nodes behind by phase, else by collective or stack."""
     locations = stacks.read_locations(record.files(run))
     # A launcher that could not even end its workers was frozen itself.
-    frozen = tuple(name for name in record.nodes if not reported_all(nodes.get(name)))
+    frozen = tuple(unreported_nodes(record.nodes, nodes))
     unresponsive, suspects = hang.unresponsive_nodes, hang.suspects
     if not unresponsive and 0 < len(frozen) < len(record.nodes):
         unresponsive = suspects = frozen

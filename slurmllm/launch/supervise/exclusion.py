@@ -20,10 +20,10 @@ from slurmllm.core.run.records import (
     AttemptRecord,
     ExcludedNode,
     ExcludedNodes,
-    JobsRecord,
     NodeEvidence,
     NodeHealth,
     SiteNodeRecord,
+    last_submission,
 )
 from slurmllm.core.run.rundir import STAGES, RunDir, root_of
 from slurmllm.core.slurm.client import SlurmClient, retry_unreachable
@@ -204,7 +204,7 @@ def include(run: RunDir, client: SlurmClient, names: Sequence[str]) -> list[str]
     config = load(run.config)
     recipe = config.recipe.slurm.exclude
     recipe_nodes = client.hostnames(recipe) if recipe else []
-    last = JobsRecord.of(run).last
+    last = last_submission(run)
     lists = excluded_by_jobs(client, last.own_jobs if last is not None else ())
     excluding = {*excluded_names(client, run, config)}.union(*lists.values())
     for name in names:

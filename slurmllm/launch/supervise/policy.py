@@ -84,11 +84,8 @@ def decide(
     actions = ACTIONS[closed.ending]
     if closed.stage == "precompile" and closed.ending == "compile_failure":
         if recipe.train.incomplete_graphs == "compile":
-            return _with_action(
-                closed,
-                "finish",
-                "train.incomplete_graphs: compile: the train stage starts all the same",
-            )
+            message = "train.incomplete_graphs: compile: the train stage starts all the same"
+            return _with_action(closed, "finish", message)
     elif closed.stage == "precompile" and started and "requeue" in actions:
         actions = ("stop",)  # the train job depends on the success of this one: Slurm's afterok
     elif closed.ending == "divergence" and rolled_back:
@@ -106,12 +103,9 @@ def decide(
     idle, alike = len(idle_attempts), _count_same_nodes(idle_attempts)
     if alike >= limits.no_progress_limit and closed.ending != "divergence":
         message = f"{alike} attempts in a row without a new checkpoint (slurm.no_progress_limit)"
-        return _with_action(closed, "stop").model_copy(
-            update={
-                "ending": "no_progress",
-                "evidence": (message, f"the last one: {closed.ending}", *closed.evidence),
-            }
-        )
+        evidence = (message, f"the last one: {closed.ending}", *closed.evidence)
+        stopped = closed.model_copy(update={"ending": "no_progress", "evidence": evidence})
+        return _with_action(stopped, "stop")
     backoff = 0.0
     if closed.ending in BUDGETS:
         field, name = BUDGETS[closed.ending]
@@ -226,4 +220,4 @@ def gained(attempt: AttemptRecord) -> bool:
 
 
 def _end(attempt: AttemptRecord) -> float:
-    return attempt.ended_at if attempt.ended_at is not None else attempt.started_at
+    return attempt.ended_at or attempt.started_at

@@ -20,7 +20,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 from slurmllm.core.errors import RunError, SlurmError
-from slurmllm.core.run.records import AttemptRecord, Heartbeat, JobsRecord, LockRecord
+from slurmllm.core.run.records import (
+    AttemptRecord,
+    Heartbeat,
+    LockRecord,
+    last_submission,
+)
 from slurmllm.core.run.rundir import RunDir, Stage, storage_errors
 from slurmllm.core.run.safe_files import open_regular, user_name
 from slurmllm.core.slurm.client import (
@@ -295,7 +300,7 @@ def not_recorded(run: RunDir, allocation: Allocation) -> str | None:
     """
 
     def is_recorded() -> bool:
-        last = JobsRecord.of(run).last
+        last = last_submission(run)
         return last is None or allocation.job_id in (*last.own_jobs, last.allocation)
 
     if allocation.job_id is None or wait_for(is_recorded, RECORDED_S, 0.5):

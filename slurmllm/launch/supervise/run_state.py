@@ -16,10 +16,10 @@ from slurmllm.core.errors import SlurmError, StorageError
 from slurmllm.core.format import format_duration
 from slurmllm.core.run.records import (
     AttemptRecord,
-    JobsRecord,
     Submission,
     SweepRecord,
     UnrecordedEnding,
+    last_submission,
     runs_of,
 )
 from slurmllm.core.run.rundir import STAGES, RunDir, Stage, SweepDir
@@ -107,7 +107,7 @@ def read_records(run: RunDir, config: ConfigSummary) -> RunRecords:
     return RunRecords(
         run,
         config,
-        JobsRecord.of(run).last,
+        last_submission(run),
         load_attempts(run, "train"),
         load_attempts(run, "precompile"),
     )
@@ -354,7 +354,7 @@ def start_command(run: RunDir) -> str:
         sweep = SweepDir(run.path.parent)
         for sibling in (*sweep.graph_runs(), *runs_of(sweep)):
             with suppress(StorageError):  # damaged: another run's record says it too
-                if (last := JobsRecord.of(sibling).last) is not None:
+                if (last := last_submission(sibling)) is not None:
                     return f"{command} --local" if last.local else command
     return command
 
@@ -435,7 +435,7 @@ def read_job_states(
 
 def is_active(run: RunDir, client: SlurmClient) -> bool:
     """Return whether jobs of a run are pending or running; SlurmError if Slurm does not say."""
-    submission = JobsRecord.of(run).last
+    submission = last_submission(run)
     if submission is None:
         return False
     if submission.local:
@@ -448,7 +448,7 @@ def is_active(run: RunDir, client: SlurmClient) -> bool:
 
 def process_elsewhere(run: RunDir, client: SlurmClient) -> str | None:
     """Return `process 7 on h1` if it may run a run, and cannot be seen from this machine."""
-    submission = JobsRecord.of(run).last
+    submission = last_submission(run)
     if submission is None or not submission.local or is_process_alive(submission):
         return None
     host = host_elsewhere(

@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -34,12 +35,13 @@ _POLL_S = 0.05
 log = logging.getLogger(__name__)
 
 
+@dataclass
 class SideProcesses:
     """The child processes of one job; they continue from one attempt in it to the next."""
 
-    def __init__(self, run: RunDir, config: RunConfig) -> None:
-        self.run, self.config = run, config
-        self.children: dict[Path, ChildProcess] = {}  # by log file
+    run: RunDir
+    config: RunConfig
+    children: dict[Path, ChildProcess] = field(default_factory=dict)  # by log
 
     def start(self, stage: Stage) -> None:
         recipe, cluster = self.config.recipe, self.config.cluster

@@ -8,8 +8,9 @@ stage over the last windows.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from contextlib import suppress
+from dataclasses import dataclass, field
 from statistics import median, median_low
 
 from slurmllm.core.config.operation import COMPARED_WINDOWS
@@ -24,15 +25,18 @@ MIN_RATIO = 1.15
 # Of the logarithm, as robust standard deviations: applies if ranks differ more, as on mixed nodes.
 MIN_DEVIATIONS = 4.5
 EXCEPTIONS = 2  # windows that may differ from the others
+RankSeconds = dict[int, float]  # by rank
 
 
+@dataclass
 class SlowRanks:
     """Compares the ranks of one attempt over windows of `window_s` seconds."""
 
-    def __init__(self, run: RunDir, record: AttemptRecord, window_s: float) -> None:
-        self._run, self._record, self._window_s = run, record, window_s
-        self._windows: dict[int, dict[int, float]] = {}  # number → rank → seconds
-        self.slow: dict[int, SlowRank] = {}
+    run: RunDir
+    record: AttemptRecord
+    window_s: float
+    slow: dict[int, SlowRank] = field(default_factory=dict)
+    _windows: dict[int, RankSeconds] = field(default_factory=dict)  # by number
 
     def update(self, phases: WorkerPhases) -> list[SlowRank]:
         """Read new heartbeats; returns the ranks that have become slow."""
@@ -46,10 +50,10 @@ class SlowRanks:
         if newest == compared or len(numbers) < COMPARED_WINDOWS:
             return []
         self._windows = {number: windows[number] for number in (*numbers, newest)}
-        began = numbers[EXCEPTIONS] * self._window_s
+        began = numbers[EXCEPTIONS] * self.window_s
         self.slow = {}
         with suppress(StorageError):  # a damaged plan, or a full disk, shows elsewhere
-            mesh = load_mesh(self._run.plan)
+            mesh = load_mesh(self.run.plan)
             of_stage = mesh.tensor * mesh.data
             for first in range(0, mesh.world_size, of_stage):
                 ranks = range(first, first + of_stage)
@@ -60,13 +64,13 @@ class SlowRanks:
                 for rank, ratio in find_slow(times, before).items():
                     self.slow[rank] = SlowRank(
                         rank=rank,
-                        node=self._record.nodes[rank // mesh.devices_per_node],
+                        node=self.record.nodes[rank // mesh.devices_per_node],
                         ratio=round(ratio, 2),
                         peers=of_stage,
                         since=before[rank].since if rank in before else began,
                     )
             SlowRanksRecord(ranks=tuple(self.slow.values())).save(
-                self._record.files(self._run).slow_ranks
+                self.record.files(self.run).slow_ranks
             )
         return [slow for rank, slow in self.slow.items() if rank not in before]
 
@@ -77,9 +81,7 @@ def read_slow_ranks(run: RunDir, record: AttemptRecord) -> tuple[SlowRank, ...] 
     return None if slow is None else slow.ranks
 
 
-def find_slow(
-    windows: Iterable[Mapping[int, float]], slow_before: Iterable[int] = ()
-) -> dict[int, float]:
+def find_slow(windows: Iterable[RankSeconds], slow_before: Iterable[int] = ()) -> RankSeconds:
     """Return slow rank → median of its ratios to the median of all ranks.
 
     `windows`: rank → seconds in each of the last windows, of ranks with equal work.

@@ -128,13 +128,10 @@ def stack_lines(locations: Mapping[int, StackLocation], missing: Sequence[int] =
 
 def inspect_process(pid: int, by_spy: bool = True) -> str:
     """Return what /proc and py-spy show of a process: its state, where it waits, its stack."""
-    state = "?"
-    channel = "nothing"
+    channel = ""
     with suppress(OSError):
-        status = Path(f"/proc/{pid}/status").read_text()
-        state = status.partition("State:")[2].partition("\n")[0].strip() or state
-        channel = Path(f"/proc/{pid}/wchan").read_text().strip() or channel
-    head = f"state {state}, waits in {channel}\n"
+        channel = Path(f"/proc/{pid}/wchan").read_text().strip()
+    head = f"state {_status(pid, 'State') or '?'}, waits in {channel or 'nothing'}\n"
     spy = shutil.which("py-spy") if by_spy else None
     if spy is None:
         return head
@@ -174,8 +171,12 @@ def stacks_of(pid: int, until: float) -> str:
 
 
 def catches(pid: int, number: int) -> bool:
+    return bool(int(_status(pid, "SigCgt") or "0", 16) >> (number - 1) & 1)
+
+
+def _status(pid: int, field: str) -> str:
+    """Return a field of a process's status (proc(5)); empty if it cannot be read."""
     with suppress(OSError):
-        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-            if line.startswith("SigCgt:"):
-                return bool(int(line.split()[1], 16) >> (number - 1) & 1)
-    return False
+        status = Path(f"/proc/{pid}/status").read_text()
+        return status.partition(f"\n{field}:")[2].partition("\n")[0].strip()
+    return ""

@@ -18,7 +18,7 @@ from contextlib import suppress
 
 from slurmllm.core.config.operation import RestartSetting
 from slurmllm.core.errors import SlurmError, SlurmllmError
-from slurmllm.core.run.records import JobsRecord, Restart, Submission
+from slurmllm.core.run.records import JobsRecord, Restart, Submission, last_submission
 from slurmllm.core.run.rundir import RunDir
 from slurmllm.core.slurm.client import SlurmClient, retry_unreachable
 from slurmllm.core.slurm.setup import PREDECESSOR
@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 
 def restart_of(run: RunDir, allocation: Allocation) -> Restart:
     """How the run continues after the end of this job."""
-    last = JobsRecord.of(run).last
+    last = last_submission(run)
     return last.restart if last is not None and allocation.job_id is not None else "requeue"
 
 

@@ -26,7 +26,12 @@ from slurmllm.core.errors import (
     SlurmllmError,
     StorageError,
 )
-from slurmllm.core.run.records import AttemptRecord, JobsRecord, NodeNames, PhaseSeconds
+from slurmllm.core.run.records import (
+    AttemptRecord,
+    NodeNames,
+    PhaseSeconds,
+    last_submission,
+)
 from slurmllm.core.run.rundir import RunDir, Stage, SweepDir
 from slurmllm.core.run.safe_files import os_error_text
 from slurmllm.core.slurm.client import to_unix, wait_for
@@ -308,7 +313,7 @@ class Supervisor:
 
     def _link_graphs(self) -> None:
         """Link a run of a sweep to the graphs that another one has compiled for it."""
-        last = JobsRecord.of(self.run).last
+        last = last_submission(self.run)
         if last is None or last.graphs_of is None or self.run.graphs_manifest.is_file():
             return
         source = SweepDir(self.run.path.parent).graph_run(last.graphs_of)
@@ -393,8 +398,10 @@ class Supervisor:
             )
             this_job = record.job_id is not None and record.job_id == self.allocation.job_id
             if this_job and record.restart_count == self.allocation.restart_count:
-                reason = f"slurmctld lost this start of job {record.job_id}, and started it again"
-                ending = Ending("node_failure", (reason,))  # and no node is to blame
+                ending = Ending(
+                    "node_failure",
+                    (f"slurmctld lost this start of job {record.job_id}, and started it again",),
+                )  # and no node is to blame
                 row = None
             ended_at = None if row is None else to_unix(row.end)
             if unrecorded := unrecorded_ending(self.allocation, record):
