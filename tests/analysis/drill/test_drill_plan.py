@@ -95,7 +95,8 @@ def test_the_steps_follow_from_the_pace_of_the_run_and_drills_are_numbered(tmp_p
     metrics.parent.mkdir(parents=True)
     for step_s, every in ((30.0, 4), (0.25, 8), (0.001, 20)):
         times = (100.0, step_s, step_s, 50 * step_s)  # the first step compiles
-        metrics.write_text("".join(f'{{"step_time_s":{seconds}}}\n' for seconds in times))
+        rows = (f'{{"step":{step},"step_time_s":{s}}}\n' for step, s in enumerate(times, 1))
+        metrics.write_text("".join(rows))
         plan = plan_of(tmp_path)
         assert (plan.every_steps, plan.steps) == (every, 3 * every)
     # Drills are numbered.
