@@ -86,8 +86,9 @@ def check_archive(stream: BinaryIO, offset: int, length: int, full: bool = False
 def _check_members(archive_part: BinaryIO, full: bool) -> None:
     with zipfile.ZipFile(archive_part) as archive:
         members = sorted(archive.infolist(), key=attrgetter("header_offset"))
-        if missing := {"data.pkl", "version"} - {Path(m.filename).name for m in members}:
-            raise DamagedError(f"its table of contents lacks {', '.join(sorted(missing))}")
+        missing = {"data.pkl", "version"} - {Path(m.filename).name for m in members}
+        if len(missing) == 1:  # one that lacks both is not torch's
+            raise DamagedError(f"its table of contents lacks {', '.join(missing)}")
         has_sums, end, is_described = any(m.CRC for m in members), 0, 0
         for member, begin in [*((m, m.header_offset) for m in members), (None, archive.start_dir)]:
             if begin - end not in ((16, 24) if is_described else (0,)):

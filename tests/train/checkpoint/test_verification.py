@@ -11,6 +11,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
@@ -244,6 +245,12 @@ def test_what_is_not_read_is_no_damage(tmp_path: Path) -> None:
     faults, unverified, _ = verify_checkpoint(tmp_path, time.monotonic() + 60)
     assert faults == ()
     assert "trainer_state.json: larger than 67,108,864 bytes" in unverified[0]
+
+
+def test_another_archive_is_not_one_of_torch_that_is_damaged(tmp_path: Path) -> None:
+    np.savez(tmp_path / "weights.npz", x=np.ones(3))
+    (tmp_path / "weights.npz").rename(tmp_path / "weights.pt")
+    assert verify_checkpoint(tmp_path, time.monotonic() + 60).faults == ()
 
 
 def test_a_pipe_in_place_of_a_list_is_not_waited_for(tmp_path: Path) -> None:
