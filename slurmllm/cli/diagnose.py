@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 _COLOURS = {"ok": "green", "warn": "yellow", "fail": "red", "skipped": "bright_black"}
 _PARTITION = "Slurm partition.  [default: the profile's, else Slurm's]"
+# In the JSON of doctor → fields of a finding.
+_KEYS = {"name": "check", "state": "status", "found": "value", "remedy": "fix", "blame": "blame"}
 # Units of the values of a node's checks.
 _UNITS = {
     "memory": " GB",
@@ -254,16 +256,7 @@ def doctor(
         ]
     code = exit_code(findings)
     if as_json:
-        rows = [
-            {
-                "name": f.check,
-                "state": f.status,
-                "found": f.value,
-                "remedy": f.fix,
-                "blame": f.blame,
-            }
-            for f in findings
-        ]
+        rows = [{key: getattr(f, field) for key, field in _KEYS.items()} for f in findings]
         options.echo_json({"cluster": profile.name, "exit_code": code, "checks": rows})
     else:
         _print_findings(profile.name, findings)

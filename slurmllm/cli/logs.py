@@ -103,7 +103,13 @@ def logs(
     from slurmllm.analysis.status.runs import state_text
     from slurmllm.core.slurm.client import SlurmClient
 
-    _check_options(ctx, stacks)
+    used = options.given(ctx)
+    if stacks and (unused := {*used} - {"run", "--stacks", "--rank", "--runs-dir"}):
+        raise UserError(
+            f"--stacks combines only with --rank; leave out {' and '.join(sorted(unused))}"
+        )
+    if len(selectors := [name for name in used if name in _SELECTORS]) > 1:
+        raise UserError(f"{' and '.join(selectors)}: each selects workers; give one of them")
     run_dir = find_run(run, runs_dir)
     selection = select_logs(
         run_dir, stage, attempt, rank, ranks, lines, bool(follow or all_ranks or ranks)
@@ -123,16 +129,6 @@ def logs(
         if not follow:
             raise
         ctx.exit(EXIT_INTERRUPTED)
-
-
-def _check_options(ctx: click.Context, stacks: bool) -> None:
-    used = options.given(ctx)
-    if stacks and (unused := {*used} - {"run", "--stacks", "--rank", "--runs-dir"}):
-        raise UserError(
-            f"--stacks combines only with --rank; leave out {' and '.join(sorted(unused))}"
-        )
-    if len(selectors := [name for name in used if name in _SELECTORS]) > 1:
-        raise UserError(f"{' and '.join(selectors)}: each selects workers; give one of them")
 
 
 def _echo(texts: Iterable[str]) -> None:

@@ -127,8 +127,7 @@ def inspect_corpus(
     else:
         # A fixed key: the same sample each time. Sorted, to read the file in order.
         picked = np.sort(Permutation(count, "inspect").take(np.arange(SAMPLED_DOCUMENTS)))
-    sizes = np.empty(len(picked), np.int64)
-    tokens = np.empty(len(picked), np.int64)
+    sizes, tokens = np.empty((2, len(picked)), np.int64)
     trained = answers = seen = 0
     for begin in range(0, len(picked), _AT_ONCE):
         documents = picked[begin : begin + _AT_ONCE].tolist()
@@ -192,8 +191,7 @@ def first_sequences(spec: StreamSpec, encoder: TokenEncoder, count: int) -> list
         batch = stream.next_batch()
     untrained = np.zeros_like(batch.tokens, bool) if batch.untrained is None else batch.untrained
     sequences = []
-    rows = zip(range(count), batch.inputs, untrained[:, :-1], strict=False)
-    for number, ids, prompt in rows:
+    for number, (ids, prompt) in enumerate(zip(batch.inputs[:count], untrained, strict=False)):
         bounds = [0, *(np.flatnonzero(np.diff(prompt)) + 1), len(ids)]
         parts = tuple(
             SequencePart(text=encoder.decode(ids[begin:end]), trained=not prompt[begin])

@@ -35,6 +35,7 @@ from slurmllm.data.corpus.build import build_corpus
 from slurmllm.data.corpus.inputs import find_inputs
 from slurmllm.data.corpus.options import ReadOptions
 from slurmllm.data.corpus.work_folder import flock
+from slurmllm.data.sources.base import short_digest
 from slurmllm.data.tokenizer import tokenizer_of_vocabulary
 
 _CHUNK = 1 << 22  # bytes that are read at a time
@@ -228,7 +229,7 @@ class Fetch:
         make_own_folder(path.parent, self.group)
         states = self._states(addresses, published)
         total = sum(state.size or 0 for state in states)
-        key = hashlib.sha256(repr([(s.size, s.version) for s in states]).encode()).hexdigest()[:8]
+        key = short_digest(repr([(state.size, state.version) for state in states]))[:8]
         part_file = path.with_name(f".{path.name}.{key}.part")
         for other in path.parent.glob(f".{path.name}.*.part"):
             if other != part_file:  # of another version

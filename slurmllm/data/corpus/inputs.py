@@ -19,9 +19,6 @@ from slurmllm.core.run.safe_files import os_error_text
 from slurmllm.data.corpus.addresses import open_input, paths_of, state_of
 from slurmllm.data.corpus.splits import DEFAULT, list_some, missing_shards, select_data
 from slurmllm.data.sources.dataset_folder import (
-    INFO,
-    SPLITS,
-    STATE,
     dataset_files,
     dataset_splits,
     is_dataset,
@@ -196,7 +193,7 @@ def _at_address(
     paths = paths_of(url)
     if glob.has_magic(url) or [str(path) for path in paths] == [url]:
         return paths
-    candidates = [path for path in paths if path.name not in (STATE, SPLITS, INFO)]
+    candidates = [path for path in paths if not is_dataset([path.name])]
     return _select(url.rstrip("/"), candidates, set(), format, split, unknown, on_note)
 
 
@@ -271,7 +268,7 @@ def _is_data(path: Path) -> bool:
     # A corpus's manifest, a dataset's state.
     if path.name.endswith((".arrow.json", ".bin.json")):
         return False
-    if path.name not in (STATE, SPLITS, INFO):
+    if not is_dataset([path.name]):
         return True
     try:
         return dataset_files(path.parent) is None

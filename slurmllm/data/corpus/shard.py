@@ -243,9 +243,10 @@ class _ShardReader:
             reader = DocumentReader(file, self._shard.options.read, self._errors.add)
             for chunk in reader:
                 filled = drop_blank(chunk)
-                self._empty += len(chunk[0]) - len(filled[0])
-                if len(filled[0]):
-                    documents += len(filled[0])
+                count = len(filled[0])
+                self._empty += len(chunk[0]) - count
+                if count:
+                    documents += count
                     self._errors.raise_first(documents)
                     yield self._batch(filled, index)
                 self._on_progress(done_bytes + reader.position_bytes)

@@ -193,20 +193,16 @@ def output_files(paths: Sequence[Path], work: WorkFolder) -> Iterator[list[Outpu
         yield files
         for file in files:
             file.finish()
+        # A new corpus appears last: until then, the same command continues. An old one is never
+        # absent, and its manifest must not describe the new one.
+        order = paths[::-1]
         with writing(paths[0]):
-            _rename(paths, work)
-
-
-def _rename(paths: Sequence[Path], work: WorkFolder) -> None:
-    # A new corpus appears last: until then, the same command continues. An old one is never absent,
-    # and its manifest must not describe the new one.
-    order = paths[::-1]
-    if paths[0].exists():
-        order = paths
-        paths[-1].unlink(missing_ok=True)
-    for path in order:
-        work.scratch(path.name).replace(path)
-    fsync_dir(paths[0].parent)
+            if paths[0].exists():
+                order = paths
+                paths[-1].unlink(missing_ok=True)
+            for path in order:
+                work.scratch(path.name).replace(path)
+            fsync_dir(paths[0].parent)
 
 
 def refuse_existing(out: Path, overwrite: bool) -> None:

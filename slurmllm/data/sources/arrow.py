@@ -287,7 +287,15 @@ class MappedBatches:
 
     def __iter__(self) -> Iterator[pa.RecordBatch]:
         begin = self.offset_bytes
-        while (batch := self._next_batch()) is not None:
+        while True:
+            try:
+                batch = self._reader.read_next_batch()
+                # Buffers as long as the rows need, in constant time: Arrow reads what is beyond.
+                batch.validate()
+            except StopIteration:
+                break
+            except (pa.ArrowException, OSError) as error:  # the second: of memory, it was cut
+                raise self._error(str(error)) from error
             self._begins.append(begin)
             self._rows.append(batch.num_rows)
             yield batch
@@ -301,17 +309,6 @@ class MappedBatches:
         has_footer = extra or self._map[: len(_MAGIC)] == _MAGIC
         if has_footer and not 0 < self._footer_length() <= extra - _FOOTER_END:
             raise self._error(f"{extra:,} bytes follow its end marker, and not a whole footer")
-
-    def _next_batch(self) -> pa.RecordBatch | None:
-        try:
-            batch = self._reader.read_next_batch()
-            # Buffers as long as the rows need, in constant time: Arrow reads what is beyond them.
-            batch.validate()
-        except StopIteration:
-            return None
-        except (pa.ArrowException, OSError) as error:  # the second: of memory, the file was cut
-            raise self._error(str(error)) from error
-        return batch
 
     def _error(self, reason: str) -> pa.ArrowInvalid:
         return pa.ArrowInvalid(
