@@ -136,8 +136,7 @@ def with_command(
         return [*before, "--", *after]
     arguments = [*before, f"--command={join_arguments(command)}"]
     if not positional:  # the name is that of the program
-        name = f'--set=name="{name_of_command(command)}"'
-        arguments = [f"{TRAINERS}/plain", name, *arguments]
+        arguments = [f"{TRAINERS}/plain", f'--set=name="{name_of_command(command)}"', *arguments]
     return [*arguments, "--", *options] if options else arguments
 
 

@@ -146,8 +146,7 @@ def _list(as_json: bool) -> None:
     rows = []
     for name in available(data_dir()):
         users = [recipe.name for recipe in recipes if name in recipe.data.sources]
-        fields = read_source(name).model_dump(mode="json")
-        rows.append({"name": name, **fields, "recipes": users})
+        rows.append({"name": name, **read_source(name).model_dump(mode="json"), "recipes": users})
     columns: options.Columns = {
         "data set": "name",
         "GB": lambda row: ABSENT if row["gigabytes"] is None else f"{row['gigabytes']:g}",

@@ -171,8 +171,7 @@ class _Printer:
             node = ""  # if the record of the attempt is not written yet
             with suppress(StorageError):
                 if attempt not in self.records:
-                    path = self.run.attempt(*attempt).record
-                    self.records[attempt] = AttemptRecord.load(path)
+                    self.records[attempt] = AttemptRecord.load(self.run.attempt(*attempt).record)
                 node = f" {node_of(self.records[attempt], line.rank)}".rstrip()
             label = f"[rank {line.rank}{node}]"
             self.width = max(self.width, len(label))

@@ -99,8 +99,7 @@ def submit(
     if shared.in_allocation:
         refused = {"--local": shared.local, "--sweep": cases, **dict(shared.settings.values())}
         refused["--nodes M-N"] = nodes[0]
-        is_given = "-N" in options.given(ctx)
-        allocation, count = _held_nodes(count if is_given else None, refused)
+        allocation, count = _held_nodes(count if "-N" in options.given(ctx) else None, refused)
     sources = (recipe, local_cluster(cluster, shared.local), overrides, settings)
     configs = resolve_cases(cases, *sources) if cases else [resolve(*sources)]
     if fetch:

@@ -15,9 +15,9 @@ import numpy as np
 
 from slurmllm.core.errors import DataError, SlurmllmError
 from slurmllm.core.run.records import Record
-from slurmllm.data.order import Integers, Permutation
+from slurmllm.data.order import Permutation
 from slurmllm.data.sources import open_all
-from slurmllm.data.sources.base import BEGINS, UNTRAINED, Flags, Source
+from slurmllm.data.sources.base import BEGINS, UNTRAINED, Flags, Integers, Source
 from slurmllm.data.spec import HELD_OUT, Split, StreamSpec, evaluation_texts
 from slurmllm.data.stream import PackedStream
 from slurmllm.data.tokenizer import TokenEncoder
@@ -226,8 +226,7 @@ def _count_tokens(
 
 def _describe_lengths(tokens: Integers) -> Lengths:
     # `higher`: lengths of actual documents, not means of two.
-    quantiles = np.quantile(tokens, [0.5, 0.9, 0.99], method="higher")
-    median, p90, p99 = quantiles.tolist()
+    median, p90, p99 = np.quantile(tokens, [0.5, 0.9, 0.99], method="higher").tolist()
     exponents = np.frexp(np.maximum(tokens, 1))[1] - 1  # 2^exponent ≤ tokens < 2^(exponent + 1)
     shares = (np.bincount(exponents) / len(tokens)).tolist()
     return Lengths(
@@ -312,10 +311,9 @@ def check_evaluation_texts(training: StreamSpec, corpora: Mapping[str, str]) -> 
         if name == HELD_OUT:
             held_out = " on the held-out side"
             fix = "raise data.validation"
-        split = Split(spec.split, spec.validation)
         needed = spec.seq_len + 1
         for source in sources:
-            tokens = _count_enough_tokens(source, split, needed)
+            tokens = _count_enough_tokens(source, Split(spec.split, spec.validation), needed)
             if tokens is not None and tokens < needed:
                 raise DataError(
                     f"{setting}: {source.path} has {tokens} tokens{held_out}, fewer than one "

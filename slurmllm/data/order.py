@@ -22,10 +22,8 @@ from fractions import Fraction
 from functools import lru_cache
 
 import numpy as np
-import numpy.typing as npt
 
-Integers = npt.NDArray[np.int64]
-_Bits = npt.NDArray[np.uint64]
+from slurmllm.data.sources.base import Hashes, Integers
 
 # CAUTION: a change of the arithmetic or the keys in this file changes the data order of every run.
 _ROUNDS = 8
@@ -52,7 +50,7 @@ class Permutation:
             permuted[beyond] = self._feistel(permuted[beyond])
         return permuted.astype(np.int64)
 
-    def _feistel(self, index: _Bits) -> _Bits:
+    def _feistel(self, index: Hashes) -> Hashes:
         high = index >> self._low_bits
         low = index & self._low_mask
         keys = iter(self._keys)
@@ -63,7 +61,7 @@ class Permutation:
         return high << self._low_bits | low
 
 
-def splitmix64(value: _Bits) -> _Bits:
+def splitmix64(value: Hashes) -> Hashes:
     """Apply the finalizer of SplitMix64 (G. Steele et al., OOPSLA 2014): each bit affects all."""
     value = (value ^ value >> _U64(30)) * _U64(0xBF58476D1CE4E5B9)
     value = (value ^ value >> _U64(27)) * _U64(0x94D049BB133111EB)

@@ -54,10 +54,9 @@ class WorkerProcess:
     def __init__(self, spec: StreamSpec, slots: range) -> None:
         self.slots = slots
         # The worker must import the same modules as this process, however this one was started.
-        paths = [path or str(Path.cwd()) for path in sys.path]
         environment = {
             **os.environ,
-            "PYTHONPATH": os.pathsep.join(paths),
+            "PYTHONPATH": os.pathsep.join(path or str(Path.cwd()) for path in sys.path),
             # One thread per worker: thread pools of all workers would compete for the node's cores.
             "TOKENIZERS_PARALLELISM": "false",
             "RAYON_NUM_THREADS": "1",

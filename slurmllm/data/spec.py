@@ -15,12 +15,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 import numpy as np
-import numpy.typing as npt
 
 from slurmllm.core.errors import DataError
 from slurmllm.core.plugins import absolute
 from slurmllm.data.order import splitmix64
-from slurmllm.data.sources.base import Flags, Source, short_digest
+from slurmllm.data.sources.base import Flags, Hashes, Source, short_digest
 
 if TYPE_CHECKING:
     from slurmllm.core.config.recipe import Recipe
@@ -105,7 +104,7 @@ class Split:
         # As an integer, so that the bound is exact on every machine.
         self._below = np.uint64(int(Fraction(str(validation)) * 2**64))
 
-    def document_mask(self, hashes: npt.NDArray[np.uint64]) -> Flags:
+    def document_mask(self, hashes: Hashes) -> Flags:
         """Return which documents are on this side, by the hashes of their content."""
         held_out: Flags = splitmix64(hashes ^ _SALT) < self._below
         return held_out if self.name == "validation" else ~held_out

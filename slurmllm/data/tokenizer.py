@@ -16,7 +16,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from slurmllm.core.errors import DataError
 from slurmllm.core.run.safe_files import os_error_text, read_limited
-from slurmllm.data.sources.base import short_digest
+from slurmllm.data.sources.base import Tokens, short_digest
 from slurmllm.data.tokenizer_limits import require_bounded
 
 END_OF_DOCUMENT = "<|endoftext|>"
@@ -114,7 +114,7 @@ class TokenEncoder:
         """Largest id + 1: the smallest vocabulary of a model; ids may have gaps."""
         return count_ids(self._tokenizer)
 
-    def encode(self, document: str) -> npt.NDArray[np.int32]:
+    def encode(self, document: str) -> Tokens:
         """Return the token ids of a document and its end-of-document token, int32."""
         (ids,) = self.encode_batch([document])
         return np.array([*ids, self.end_of_document], np.int32)

@@ -206,9 +206,8 @@ class Fetch:
                     f" other data, or cut off; {MIRROR}"
                 )
             states.append(state._replace(size=published.size) if state.size is None else state)
-        gigabytes = self.source.gigabytes
         total = sum(state.size or 0 for state in states)
-        if published.size is not None or gigabytes is None or total <= self._budget:
+        if published.size is not None or self.source.gigabytes is None or total <= self._budget:
             return states
         raise DataError(
             f"{addresses[0].url} has {total:,} bytes, more than twice the `gigabytes` of the data "
@@ -258,7 +257,7 @@ class Fetch:
                             begin,
                             lambda done: self.on_progress(f"fetching {name}", done, total),
                         )
-                    origin = _compared(address, state, published, stream, (begin, end))
+                    origins.append(_compared(address, state, published, stream, (begin, end)))
                 except DataError as error:
                     if partial_file is None:
                         raise DataError(f"{error}; remove {path}, then {AGAIN}") from error
@@ -266,7 +265,6 @@ class Fetch:
                     raise DataError(
                         f"{error}; the download was deleted; {AGAIN}, or {MIRROR}"
                     ) from error
-                origins.append(origin)
                 begin = end
             if partial_file is not None:
                 os.fsync(partial_file.fileno())
@@ -328,9 +326,8 @@ class Fetch:
         source = self.source
         folder = self.folder
         if source.corpus and source.build and not (out := folder / source.corpus).is_file():
-            files = find_inputs([str(folder / n) for n in names if not n.startswith("tokenizer")])
             build_corpus(
-                files,
+                find_inputs([str(folder / n) for n in names if not n.startswith("tokenizer")]),
                 out,
                 ReadOptions("document", **source.build.model_dump()),
                 workers=min(len(os.sched_getaffinity(0)), _WORKERS),

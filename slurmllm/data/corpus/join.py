@@ -73,8 +73,7 @@ class FinishedShard:
         counts = [file.documents for file in self.record.inputs]
         if self.keep is None:
             return counts
-        parts = np.split(self.keep, np.cumsum(counts)[:-1])
-        return [int(np.count_nonzero(keep)) for keep in parts]
+        return [int(part.sum()) for part in np.split(self.keep, np.cumsum(counts)[:-1])]
 
 
 def mark_duplicates(shards: Sequence[FinishedShard], scratch: Path) -> int:

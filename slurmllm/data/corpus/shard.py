@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.ipc
 import xxhash
@@ -35,12 +34,10 @@ from slurmllm.data.corpus.options import BuildOptions, InputErrors, TokenDtype, 
 from slurmllm.data.corpus.readers import DocumentReader
 from slurmllm.data.corpus.readers.base import CHUNK_BYTES, Documents, drop_blank
 from slurmllm.data.corpus.work_folder import WorkFolder, writing
-from slurmllm.data.sources.base import Integers, prompt_content
+from slurmllm.data.sources.base import Hashes, Integers, prompt_content
 
 if TYPE_CHECKING:
     from slurmllm.data.tokenizer import TokenEncoder
-
-Digests = npt.NDArray[np.uint64]
 
 DOCUMENTS = "documents.arrow"
 RECORD = "shard.json"
@@ -306,7 +303,7 @@ def spans(column: pa.LargeStringArray | pa.LargeListArray) -> tuple[Integers, me
     return np.frombuffer(buffers[1], np.int64)[column.offset :][: len(column) + 1], items
 
 
-def digest(documents: Documents) -> tuple[Digests, Digests]:
+def digest(documents: Documents) -> tuple[Hashes, Hashes]:
     """Return high and low 64 bits of each document's xxh3-128, uint64 [documents] twice.
 
     The low half is `document_hash` of a text, or of `prompt_content`.

@@ -23,6 +23,7 @@ from slurmllm.core.run.safe_files import os_error_text
 Tokens = npt.NDArray[np.int32]
 Marks = npt.NDArray[np.uint8]
 Integers = npt.NDArray[np.int64]
+Hashes = npt.NDArray[np.uint64]
 Flags = npt.NDArray[np.bool_]
 
 # Bits of a token's mark.
@@ -113,7 +114,7 @@ class Source(ABC):
     def content_hash(self, document: int) -> int:
         """Return the 64-bit hash of a document's content."""
 
-    def document_hashes(self, documents: Integers) -> npt.NDArray[np.uint64]:
+    def document_hashes(self, documents: Integers) -> Hashes:
         """Return `content_hash` of each document, for the validation split."""
         hashes = map(self.content_hash, documents.tolist())
         return np.fromiter(hashes, np.uint64, count=len(documents))

@@ -11,13 +11,13 @@ from array import array
 from collections.abc import Iterator, Sequence
 
 import numpy as np
-import numpy.typing as npt
 
 from slurmllm.core.errors import DataError, StorageError
 from slurmllm.data.sources.arrow import FIX, ArrowFile
 from slurmllm.data.sources.base import (
     BEGINS,
     UNTRAINED,
+    Hashes,
     Integers,
     Pieces,
     Request,
@@ -76,7 +76,7 @@ class _ArrowSource(Source):
         contents = [column.data(document) for column in self._columns]
         return document_hash(prompt_content(*contents) if contents[1:] else contents[0])
 
-    def document_hashes(self, documents: Integers) -> npt.NDArray[np.uint64]:
+    def document_hashes(self, documents: Integers) -> Hashes:
         """Return the corpus's ids if it has them, else compute them from the texts."""
         return np.array([*map(self._id or self.content_hash, documents.tolist())], np.uint64)
 

@@ -10,7 +10,6 @@ import re
 from collections.abc import Iterator
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
@@ -26,14 +25,12 @@ from slurmllm.data.corpus.readers.base import (
     line_blocks,
     valid_utf8,
 )
+from slurmllm.data.sources.base import Integers
 
 _NULS = b"\0" * 4
 _BLANK = rb"[ \t\r\x0b\x0c]*"
 _LEADING_BLANK_LINES = re.compile(rb"(?:" + _BLANK + rb"\n)*")
 _BLANK_LINES = re.compile(rb"\n(?:" + _BLANK + rb"\n)+")
-
-# Begin and end of each document of a block: int64 [documents, 2].
-Spans = npt.NDArray[np.int64]
 
 
 def read_text(stream: OpenedInput, options: ReadOptions, on_error: OnError) -> Iterator[Documents]:
@@ -127,7 +124,8 @@ def _paragraph_blocks(stream: OpenedInput, on_error: OnError) -> Iterator[bytes]
     yield b"".join(held)
 
 
-def _paragraphs(block: bytes) -> Spans:
+# These two return begin and end of each document of a block: int64 [documents, 2].
+def _paragraphs(block: bytes) -> Integers:
     leading = _LEADING_BLANK_LINES.match(block)
     begins = [leading.end() if leading else 0]
     ends = []
@@ -145,7 +143,7 @@ def _paragraphs(block: bytes) -> Spans:
     return np.array([begins, ends], np.int64).T
 
 
-def _lines(block: bytes) -> Spans:
+def _lines(block: bytes) -> Integers:
     feeds = np.flatnonzero(np.frombuffer(block, np.uint8) == ord("\n"))
     begins = np.concatenate([[0], feeds + 1])
     spans = np.stack([begins, np.append(feeds, len(block))], axis=1)
