@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.exceptions import Exit
 
 from slurmllm.cli import commands, options
 from slurmllm.core.display.tables import print_table
@@ -120,8 +121,7 @@ def list_(run: str, verifying: bool, runs_dir: Path, as_json: bool) -> None:
 @options.run_argument("target", metavar="CKPT")
 @options.runs_dir
 @options.as_json
-@click.pass_context
-def verify(ctx: click.Context, target: str, runs_dir: Path, as_json: bool) -> None:
+def verify(target: str, runs_dir: Path, as_json: bool) -> None:
     """Verify the files of a checkpoint: RUN@STEP, RUN@latest, a folder; or RUN: all of the run.
 
     Exit codes: 0 all sizes and checksums are correct, 4 a file is missing or damaged.
@@ -133,7 +133,7 @@ def verify(ctx: click.Context, target: str, runs_dir: Path, as_json: bool) -> No
     if isinstance(run, RunDir) and (command := command_of(run)) is not None:
         rows = _list_trainers(run, command, True, as_json)
         if not rows or any(row["complete"] and row["faults"] for row in rows):
-            ctx.exit(CheckpointError.exit_code)
+            raise Exit(CheckpointError.exit_code)
         return
     if isinstance(run, Path):
         entries = [read_entry(run.absolute())]
@@ -155,7 +155,7 @@ def verify(ctx: click.Context, target: str, runs_dir: Path, as_json: bool) -> No
             for fault in entry.faults or ():
                 click.echo(f"  {fault}")
     if any(entry.faults for entry in entries):
-        ctx.exit(CheckpointError.exit_code)
+        raise Exit(CheckpointError.exit_code)
 
 
 @checkpoint.command("import")

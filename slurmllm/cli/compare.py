@@ -132,7 +132,7 @@ def compare(
     if not others and (sweep := find_sweep(a, runs_dir)):
         from slurmllm.cli.sweep import print_table_of
 
-        for option in options.given(ctx):
+        for option in options.given():
             if option not in ("a", "--runs-dir", "--json"):
                 raise UserError(
                     f"{a} is a sweep, for which only a table is printed; leave out {option}, or "

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
+from click.exceptions import Exit
 
 from slurmllm.cli import commands, options
 from slurmllm.core.display.tables import print_table
@@ -58,10 +59,7 @@ _UNITS = {
 @options.flag("--local", "Check this machine, without Slurm.")
 @options.runs_dir
 @options.as_json
-@click.pass_context
 def health(
-    ctx: click.Context,
-    /,
     cluster: str | None,
     nodes: int | None,
     bandwidth: bool | None,
@@ -115,7 +113,7 @@ def health(
         _print_table(config.cluster.name, checked)
     for line in lines:
         click.echo(line, err=as_json)
-    ctx.exit(code)
+    raise Exit(code)
 
 
 def _end_exclusions(allocation: Allocation, checked: NodeHealths, runs_dir: Path) -> list[str]:
@@ -207,9 +205,7 @@ def _status(record: NodeHealth) -> str:
 @click.option("--recipe", metavar="RECIPE", help="Compare the free space with its checkpoints.")
 @options.runs_dir
 @options.as_json
-@click.pass_context
 def doctor(
-    ctx: click.Context,
     cluster: str | None,
     partition: str | None,
     recipe: str | None,
@@ -260,7 +256,7 @@ def doctor(
         options.echo_json({"cluster": profile.name, "exit_code": code, "checks": rows})
     else:
         _print_findings(profile.name, findings)
-    ctx.exit(code)
+    raise Exit(code)
 
 
 def _print_findings(cluster: str, findings: Sequence[Finding]) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.exceptions import Exit
 
 from slurmllm.cli import options
 from slurmllm.core.display.tables import Column, fitted
@@ -56,10 +57,7 @@ _PHASES = ("requeue", "detection", "preflight", "cache", "launch", "start-up", "
 @options.set_value
 @options.runs_dir
 @options.as_json
-@click.pass_context
 def drill(
-    ctx: click.Context,
-    /,
     run: str,
     command: str | None,
     cluster: str | None,
@@ -114,7 +112,7 @@ def drill(
         _print(report)
         click.echo(f"results: {plan.results}")
     untested = EXIT_OK if report.passed else EXIT_NOT_TESTED
-    ctx.exit(EXIT_NEGATIVE if report.failed else untested)
+    raise Exit(EXIT_NEGATIVE if report.failed else untested)
 
 
 def _print_plan(plan: DrillPlan, reason: str | None) -> None:

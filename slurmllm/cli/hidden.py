@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
+from click.exceptions import Exit
 
 if TYPE_CHECKING:
     from slurmllm.core.run.rundir import Stage
@@ -21,23 +22,21 @@ _ATTEMPT = click.option("--attempt", type=int, required=True)
 @click.command(hidden=True)
 @_RUN
 @_STAGE
-@click.pass_context
-def supervise(ctx: click.Context, run: Path, stage: Stage) -> None:
+def supervise(run: Path, stage: Stage) -> None:
     """Run one attempt of a stage on this allocation (called by the batch script)."""
     from slurmllm.core.log import setup_logging
     from slurmllm.core.run.rundir import RunDir
     from slurmllm.launch.supervise.supervisor import supervise as run_supervisor
 
     setup_logging()
-    ctx.exit(run_supervisor(RunDir(run), stage))
+    raise Exit(run_supervisor(RunDir(run), stage))
 
 
 @click.command(hidden=True)
 @_RUN
 @_STAGE
 @_ATTEMPT
-@click.pass_context
-def launch(ctx: click.Context, run: Path, stage: Stage, attempt: int) -> None:
+def launch(run: Path, stage: Stage, attempt: int) -> None:
     """Start this node's workers (called by the supervisor through srun)."""
     from slurmllm.core.config.load import load
     from slurmllm.core.errors import NodeError
@@ -53,7 +52,7 @@ def launch(ctx: click.Context, run: Path, stage: Stage, attempt: int) -> None:
         from slurmllm.launch.supervise.trainer import TrainerLauncher
 
         kind = TrainerLauncher
-    ctx.exit(kind(RunDir(run), stage, attempt).main())
+    raise Exit(kind(RunDir(run), stage, attempt).main())
 
 
 @click.command(hidden=True)
@@ -61,8 +60,7 @@ def launch(ctx: click.Context, run: Path, stage: Stage, attempt: int) -> None:
 @click.argument("run")
 @_STAGE
 @_ATTEMPT
-@click.pass_context
-def worker(ctx: click.Context, run: str, stage: Stage, attempt: int) -> None:
+def worker(run: str, stage: Stage, attempt: int) -> None:
     """Run one worker of an attempt of RUN, a run directory (called by the launcher)."""
     from slurmllm.core.log import setup_logging
     from slurmllm.core.run.rundir import RunDir
@@ -80,7 +78,7 @@ def worker(ctx: click.Context, run: str, stage: Stage, attempt: int) -> None:
             sys.stdout.flush()
             sys.stderr.flush()
         os._exit(code)
-    ctx.exit(code)
+    raise Exit(code)
 
 
 @click.command("evaluate-checkpoint", hidden=True)
@@ -127,10 +125,7 @@ def check_node(profile: str, backend: str, marker_file: Path) -> None:
 @click.option("--address", required=True, help="Of the rendezvous.")
 @click.option("--port", required=True, help="Of the rendezvous.")
 @click.option("--floor", required=True, help="GB/s; below it, pairs of nodes are measured.")
-@click.pass_context
-def allreduce(
-    ctx: click.Context, nodes: int, workers: int, device: str, address: str, port: str, floor: str
-) -> None:
+def allreduce(nodes: int, workers: int, device: str, address: str, port: str, floor: str) -> None:
     """Run this node's workers of an all-reduce (called through srun)."""
     import subprocess
 
@@ -154,4 +149,4 @@ def allreduce(
         # One thread each: workers of one node would compete for its CPUs.
         env = {**os.environ, **variables, "OMP_NUM_THREADS": "1"}
         processes.append(subprocess.Popen(command, env=env, preexec_fn=die_with_parent))
-    ctx.exit(max(abs(worker.wait()) for worker in processes))
+    raise Exit(max(abs(worker.wait()) for worker in processes))

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.exceptions import Exit
 
 from slurmllm.cli import options
 from slurmllm.core.errors import EXIT_INTERRUPTED, RunError, SlurmError, StorageError, UserError
@@ -72,9 +73,7 @@ def _parse_ranks(
 @options.flag("--stacks", "The workers' stack traces of the last hang.")
 @options.count("-n", "--lines", help="Only the last lines of each log.")
 @options.runs_dir
-@click.pass_context
 def logs(
-    ctx: click.Context,
     *,
     run: str,
     follow: bool,
@@ -103,7 +102,7 @@ def logs(
     from slurmllm.analysis.status.runs import state_text
     from slurmllm.core.slurm.client import SlurmClient
 
-    used = options.given(ctx)
+    used = options.given()
     if stacks and (unused := {*used} - {"run", "--stacks", "--rank", "--runs-dir"}):
         raise UserError(
             f"--stacks combines only with --rank; leave out {' and '.join(sorted(unused))}"
@@ -128,7 +127,7 @@ def logs(
     except KeyboardInterrupt:  # the usual way to leave
         if not follow:
             raise
-        ctx.exit(EXIT_INTERRUPTED)
+        raise Exit(EXIT_INTERRUPTED) from None
 
 
 def _echo(texts: Iterable[str]) -> None:

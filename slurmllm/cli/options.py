@@ -352,8 +352,9 @@ def _run_options(sbatch: Sequence[str], **values: Any) -> RunOptions:
     return RunOptions(settings, **values)
 
 
-def given(ctx: click.Context) -> list[str]:
+def given() -> list[str]:
     """Return the first names of the options and arguments on the command line."""
+    ctx = click.get_current_context()
     return [
         param.opts[0]
         for param in ctx.command.params

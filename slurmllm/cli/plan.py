@@ -256,7 +256,7 @@ def _no_fit_error(plan: RecipePlan) -> ConfigError:
         change = min(changes, key=lambda change: abs(math.log(change.ratio)))
     command = _command("plan", plan, change.best.mesh.nodes)
     context = click.get_current_context()
-    for option in options.given(context):
+    for option in options.given():
         if option in ("--tokens", "--price", "--rank"):
             command += [option, str(context.params[option.removeprefix("--")])]
     command += change.options if "--set" in change.options else ()

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
+from click.exceptions import Exit
 
 from slurmllm.cli import options
 from slurmllm.core.display.tables import console, print_line
@@ -50,9 +51,7 @@ class _StatusCommand(click.Command):
 @options.flag("--active", "Show only runs that are pending or running.")
 @options.runs_dir
 @options.as_json
-@click.pass_context
 def status(
-    ctx: click.Context,
     runs: Texts,
     watch: float | None,
     active: bool,
@@ -82,7 +81,7 @@ def status(
     try:
         _watch(read_states, watch, as_json)
     except KeyboardInterrupt:  # the usual way to stop watching
-        ctx.exit(EXIT_INTERRUPTED)
+        raise Exit(EXIT_INTERRUPTED) from None
 
 
 @dataclass

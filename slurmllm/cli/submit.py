@@ -8,6 +8,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.exceptions import Exit
 
 from slurmllm.cli import commands, options
 from slurmllm.cli import sweep as sweeps
@@ -51,9 +52,7 @@ _FACTS = "run directory jobs graphs command mesh planner data next"
 @options.count("--steps", help="As --smoke, with this many steps.")
 @sweeps.sweep_options
 @options.run_options("the recipe's")
-@click.pass_context
 def submit(
-    ctx: click.Context,
     recipe: str,
     command: str | None,
     nodes: tuple[int | None, int],
@@ -99,7 +98,7 @@ def submit(
     if shared.in_allocation:
         refused = {"--local": shared.local, "--sweep": cases, **dict(shared.settings.values())}
         refused["--nodes M-N"] = nodes[0]
-        allocation, count = _held_nodes(count if "-N" in options.given(ctx) else None, refused)
+        allocation, count = _held_nodes(count if "-N" in options.given() else None, refused)
     sources = (recipe, local_cluster(cluster, shared.local), overrides, settings)
     configs = resolve_cases(cases, *sources) if cases else [resolve(*sources)]
     if fetch:
@@ -108,8 +107,8 @@ def submit(
         configs = [shorten(config, steps) for config in configs]
     request = _request(configs[0], count, shared, name=name, fetch=fetch_sources if fetch else None)
     if cases:
-        ctx.exit(sweeps.submit(request, cases, configs, sweep.max_running, shared.as_json))
-    ctx.exit(_print_run(start_run(request, allocation, print_warnings), shared))
+        raise Exit(sweeps.submit(request, cases, configs, sweep.max_running, shared.as_json))
+    raise Exit(_print_run(start_run(request, allocation, print_warnings), shared))
 
 
 def _request(config: RunConfig, nodes: int, shared: RunOptions, **more: Any) -> RunRequest:
@@ -323,9 +322,7 @@ def _run_and_report(submitted: SubmittedRun, as_json: bool) -> int:
 @options.flag("--from-scratch", "Start again from step 0, without the checkpoints.")
 @include_option
 @options.run_options("as before")
-@click.pass_context
 def resume(
-    ctx: click.Context,
     run: str,
     nodes: tuple[int | None, int] | None,
     cluster: str | None,
@@ -365,4 +362,4 @@ def resume(
     config = load(run_dir.config, trusted=True)
     request = _request(config, nodes[1] if nodes else 0, shared, run=run_dir)
     changes = Changes(cluster, overrides, settings, from_scratch)
-    ctx.exit(_print_run(continue_run(request, changes, client, hold, print_warnings), shared))
+    raise Exit(_print_run(continue_run(request, changes, client, hold, print_warnings), shared))

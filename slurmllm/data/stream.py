@@ -247,9 +247,8 @@ def single_sequences(spec: StreamSpec, limit: int) -> Iterator[Batch]:
             (slot,) = stream.state()["slots"]
             # Past its last document a slot starts over: such a sequence has documents that were
             # read before.
-            if number and any(
-                slot[index * POSITION] >= count for index, count in enumerate(documents)
-            ):
+            finished = zip(slot[::POSITION], documents, strict=True)
+            if number and any(read >= count for read, count in finished):
                 return
             yield batch
 

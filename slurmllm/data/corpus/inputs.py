@@ -124,11 +124,11 @@ def find_inputs(
     unknown: list[AnyPath] = []
     files: dict[AnyPath, InputFile] = {}
     for argument in arguments:
-        candidates: Sequence[AnyPath]
-        if "://" in argument:
-            candidates = _at_address(argument, format, split, unknown, on_note)
-        else:
-            candidates = _candidates(argument, format, split, excluded, unknown, on_note)
+        candidates: Sequence[AnyPath] = (
+            _at_address(argument, format, split, unknown, on_note)
+            if "://" in argument
+            else _candidates(argument, format, split, excluded, unknown, on_note)
+        )
         for path in candidates:
             if (resolved := path.resolve()) not in files:
                 files[resolved] = input_file(path, format)
