@@ -31,7 +31,8 @@ def cancel(runs: Texts, runs_dir: Path) -> None:
     from slurmllm.core.slurm.client import SlurmClient
     from slurmllm.launch.submit.deletion import cancel_jobs
 
-    client, failure = SlurmClient(), None
+    client = SlurmClient()
+    failure = None
     for target in [find_run_or_sweep(run, runs_dir) for run in dict.fromkeys(runs)]:
         try:
             _print_cancelled(target, cancel_jobs(target, client, _print_process))

@@ -175,7 +175,8 @@ def import_(source: str, out: str, dtype: str, shard_size: int, as_json: bool) -
     from slurmllm.train.checkpoint.folder import require_absent
     from slurmllm.train.checkpoint.formats.model_folders import model_folder
 
-    target, began = Path(out), time.monotonic()
+    target = Path(out)
+    began = time.monotonic()
     require_absent(target)
     folder = model_folder(source)  # before torch is imported, which takes seconds
     from slurmllm.train.checkpoint.formats.importing import plan_import, run_import
@@ -245,7 +246,8 @@ def export(
     from slurmllm.core.display.progress import input_progress
     from slurmllm.train.checkpoint.formats.exporting import export_model
 
-    began, name = time.monotonic(), source if run is None else f"{run}@{source}"
+    began = time.monotonic()
+    name = source if run is None else f"{run}@{source}"
     exported = export_model(
         name, runs_dir, Path(out), dtype, tokenizer_file, shard_size, input_progress
     )
@@ -305,7 +307,7 @@ def _entry_json(entry: CheckpointEntry) -> Json:
 
 def _list_trainers(
     run: RunDir, command: CommandConfig, verifying: bool, as_json: bool
-) -> list[dict[str, Any]]:
+) -> list[Json]:
     """List the checkpoints of another project's trainer; returns the rows of the JSON."""
     from slurmllm.train.checkpoint.foreign import list_trainer_checkpoints
     from slurmllm.train.checkpoint.verification import FULL_S, verify_checkpoint

@@ -105,7 +105,9 @@ def _with_set_options(verb: click.Command, arguments: Sequence[str]) -> tuple[li
         if isinstance(option, click.Option) and not option.is_flag
         for name in option.opts
     }
-    result, positional, remaining = list[str](), list[str](), iter(arguments)
+    result = list[str]()
+    positional = list[str]()
+    remaining = iter(arguments)
     for argument in remaining:
         if _SETTING.fullmatch(argument):
             result.append("--set")

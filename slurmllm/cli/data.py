@@ -218,7 +218,8 @@ def _tokenize_options(tokenizer: Path) -> TokenizeOptions:
 
 
 def _print(built: BuildResult, manifest_file: Path, seconds: float, as_json: bool) -> None:
-    manifest, files = built.manifest, len(built.manifest.inputs)
+    manifest = built.manifest
+    files = len(manifest.inputs)
     if as_json:
         result = {
             # Text has no index.

@@ -239,7 +239,8 @@ def doctor(
     if recipe is not None:
         config.recipe.require_training("--recipe", "name a recipe of a model")
         run_bytes = checkpoints_bytes(config)
-    profile, client = config.cluster, SlurmClient()
+    profile = config.cluster
+    client = SlurmClient()
     with_slurm = len(client.missing_commands()) < len(COMMANDS)
     # On a terminal only; the import of torch alone takes seconds on a shared file system.
     with Console(stderr=True).status("checking this Python, Slurm and the runs folder"):

@@ -89,7 +89,8 @@ def drill(
     from slurmllm.core.slurm.client import SlurmClient
     from slurmllm.launch.submit.resume import nodes_and_mode
 
-    client, tolerances = SlurmClient(), Tolerances(exact=True)
+    client = SlurmClient()
+    tolerances = Tolerances(exact=True)
     if tolerance is not None:
         check_tolerances({"--tolerance": tolerance})
         tolerances = Tolerances(loss=tolerance, grad_norm=tolerance)

@@ -56,7 +56,8 @@ def fetch(
         return
     if not names:
         raise click.UsageError("name a data set of `slurmllm data fetch --list`, or a recipe")
-    published, fetched = available(data_dir()), []
+    published = available(data_dir())
+    fetched = []
     shipped = [*published, *available(recipes_dir())]
     for name in names:
         is_source = name in published

@@ -80,7 +80,8 @@ def init(
     options.check_folder("--out", out)
     if out is not None and Path(out).suffix not in (".yaml", ".yml"):
         raise UserError(f"--out {out}: a profile's name ends in .yaml; choose such a name")
-    site, asks = survey(SlurmClient()), not (yes or as_json or dry_run)
+    site = survey(SlurmClient())
+    asks = not (yes or as_json or dry_run)
     if not as_json:
         _print_survey(site)
     chosen = _choose(site, partition, asks)

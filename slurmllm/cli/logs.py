@@ -11,14 +11,14 @@ from datetime import datetime
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 from click.exceptions import Exit
 
 from slurmllm.cli import options
 from slurmllm.core.errors import EXIT_INTERRUPTED, RunError, SlurmError, StorageError, UserError
-from slurmllm.core.format import format_plural
+from slurmllm.core.format import Values, format_plural
 from slurmllm.core.run.rundir import RunDir, Stage, find_run
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ _ASK_S = 5.0  # between two checks whether the run is active: they query slurmct
 _FAILED_LINES = 30
 _LINES_AT_ONCE = 256  # in a write: a flush for every line takes longer than the merge
 _COLOURS = ("cyan", "green", "magenta", "blue")  # of ranks; yellow and red are levels
-_LEVELS: dict[str, dict[str, Any]] = {
+_LEVELS: dict[str, Values] = {
     "DEBUG": {"dim": True},
     "WARNING": {"fg": "yellow"},
     "ERROR": {"fg": "red"},
@@ -53,7 +53,8 @@ def _parse_ranks(
         match = re.fullmatch(r"\s*([0-9]{1,6})(?:-([0-9]{1,6}))?\s*", segment)
         fault = f"{segment!r} is not a rank below 1000000; write it as 0,3,8-11"
         if match is not None:
-            first, last = int(match[1]), int(match[2] or match[1])
+            first = int(match[1])
+            last = int(match[2] or match[1])
             fault = f"{segment!r} ends before it begins; write {last}-{first}"
         if match is None or last < first:
             raise UserError(f"--ranks {value}: {fault}")
@@ -214,7 +215,8 @@ def _print_failures(selection: LogSelection, lines: int, follow: bool) -> None:
     """Print the first failing worker of an attempt; when following, of every failed attempt."""
     from slurmllm.analysis.status.details import culprit, failed_attempts
 
-    run, attempt = selection.run, selection.attempt
+    run = selection.run
+    attempt = selection.attempt
     printed = set()
     for ended in _until_ended(run) if follow else [True]:
         # More may be written about an attempt that is failing until it has ended: --follow waits.
@@ -237,7 +239,8 @@ def _print_failures(selection: LogSelection, lines: int, follow: bool) -> None:
 def _print_culprit(run: RunDir, culprit: Culprit, lines: int) -> None:
     from slurmllm.analysis.status.logs import last_lines
 
-    record, failure = culprit.record, culprit.failure
+    record = culprit.record
+    failure = culprit.failure
     ending = " → ".join(filter(None, (record.ending or "failing", record.action)))
     click.secho(f"{run.name}, {record.stage} attempt {record.attempt}: {ending}", bold=True)
     _echo(f"  {line}" for line in record.evidence)
@@ -272,7 +275,8 @@ def _until_ended(run: RunDir) -> Iterator[bool]:
         if time.monotonic() >= ask_at:
             ask_at = time.monotonic() + _ASK_S
             try:
-                ended, unreachable = not is_active(run, client), False
+                ended = not is_active(run, client)
+                unreachable = False
             except SlurmError as error:  # slurmctld may be restarting
                 if not unreachable:
                     options.note(f"slurmctld is unreachable; retrying: {error}")

@@ -32,17 +32,40 @@ EXIT_BROKEN_PIPE = 141  # as a shell counts SIGPIPE
 # In the order of a run. Only the module of the verb that is called is imported: a launcher or a
 # worker, of which a run has thousands, reads few files of the environment.
 _VERBS = (
-    *("init", "doctor", "health", "recipes", "plan", "calibrate", "submit", "status", "logs"),
-    *("cancel", "resume", "delete", "nodes", "data", "tokenizer", "checkpoint", "compare"),
-    *("spikes", "report", "evaluate", "track", "drill"),
+    "init",
+    "doctor",
+    "health",
+    "recipes",
+    "plan",
+    "calibrate",
+    "submit",
+    "status",
+    "logs",
+    "cancel",
+    "resume",
+    "delete",
+    "nodes",
+    "data",
+    "tokenizer",
+    "checkpoint",
+    "compare",
+    "spikes",
+    "report",
+    "evaluate",
+    "track",
+    "drill",
 )
 # Called on the nodes; they write logs.
-_HIDDEN = ["supervise", "launch", "worker", "check-node", "allreduce"]
-_HIDDEN += ["evaluate-checkpoint"]
+_HIDDEN = ["supervise", "launch", "worker", "check-node", "allreduce", "evaluate-checkpoint"]
 # The modules that have another name than their verb.
 _MODULES = dict.fromkeys(_HIDDEN, "hidden")
-_MODULES |= {"doctor": "diagnose", "health": "diagnose", "delete": "cancel", "resume": "submit"}
-_MODULES |= {"tokenizer": "data"}
+_MODULES |= {
+    "doctor": "diagnose",
+    "health": "diagnose",
+    "delete": "cancel",
+    "resume": "submit",
+    "tokenizer": "data",
+}
 
 # What other programs call a verb: Slurm, Kubernetes, other trainers
 _SYNONYMS = {
@@ -146,7 +169,8 @@ def cli(ctx: click.Context) -> None:
     interrupted.
     """
     if ctx.invoked_subcommand not in (*_HIDDEN, "track"):  # these write logs
-        handler, log = _Warnings(logging.WARNING), logging.getLogger("slurmllm")
+        handler = _Warnings(logging.WARNING)
+        log = logging.getLogger("slurmllm")
         log.addHandler(handler)
         ctx.call_on_close(partial(log.removeHandler, handler))
 

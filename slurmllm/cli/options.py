@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial, wraps
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
@@ -18,7 +18,7 @@ from click.shell_completion import CompletionItem
 from slurmllm.core.config.directives import parse_nodes
 from slurmllm.core.display.tables import print_table
 from slurmllm.core.errors import UserError
-from slurmllm.core.format import ABSENT, Texts, Values
+from slurmllm.core.format import ABSENT, Json, Texts, Values
 from slurmllm.core.run.rundir import RUN_NAME, is_run, is_sweep, run_folders
 from slurmllm.core.run.rundir import runs_root as runs_root_of
 
@@ -66,7 +66,7 @@ def grouped(
     """Add options to a verb, which gets the values of `fields` as one argument, made by `kind`."""
 
     def add(verb: F) -> F:
-        @functools.wraps(verb)
+        @wraps(verb)
         def call(*arguments: Any, **values: Any) -> Any:
             parts = {field: values.pop(field.replace("-", "_")) for field in fields}
             return verb(*arguments, **values, **{name: kind(**parts)})
@@ -96,12 +96,10 @@ def repeatable(option: str, metavar: str, description: str, **more: Any) -> Call
 
 
 FILE = click.Path(path_type=Path)
-run_argument = functools.partial(click.argument, shell_complete=complete_run)
-recipe_argument = functools.partial(click.argument, shell_complete=complete_recipe)
-count = functools.partial(click.option, type=click.IntRange(min=1))
-set_option = functools.partial(
-    click.option, "--set", "overrides", multiple=True, metavar="PATH=VALUE"
-)
+run_argument = partial(click.argument, shell_complete=complete_run)
+recipe_argument = partial(click.argument, shell_complete=complete_recipe)
+count = partial(click.option, type=click.IntRange(min=1))
+set_option = partial(click.option, "--set", "overrides", multiple=True, metavar="PATH=VALUE")
 runs_dir = click.option(
     "--runs-dir",
     metavar="DIR",
@@ -118,9 +116,7 @@ set_value = set_option(
     help="Override a value of the recipe or cluster profile, such as optim.lr=1e-4 (which alone "
     "works too); repeatable. env.NAME without a value passes on a variable of this shell."
 )
-_profile = functools.partial(
-    click.option, "--cluster", metavar="PROFILE", shell_complete=complete_recipe
-)
+_profile = partial(click.option, "--cluster", metavar="PROFILE", shell_complete=complete_recipe)
 cluster = _profile(
     help="Cluster profile, by name or .yaml file.  "
     "[default: $SLURMLLM_CLUSTER, else `init`'s, else the recipe's default_cluster]"
@@ -138,7 +134,7 @@ class LogOptions(NamedTuple):
     patterns: Texts = ()
     wheres: Texts = ()
 
-    def arguments(self, count: int) -> list[dict[str, Any]]:
+    def arguments(self, count: int) -> list[Json]:
         """Return the arguments of `read_curve` for each of `count` sources."""
         from slurmllm.analysis.compare.result import curve_letter
         from slurmllm.core.metrics.tags import check_pattern, parse_tags
@@ -259,9 +255,9 @@ JOB_OPTIONS = {
 }
 
 
-node_count = functools.partial(click.option, _SHORT["nodes"], "--nodes")
-num_nodes = functools.partial(count, _SHORT["nodes"], "--nodes")
-nodes = functools.partial(
+node_count = partial(click.option, _SHORT["nodes"], "--nodes")
+num_nodes = partial(count, _SHORT["nodes"], "--nodes")
+nodes = partial(
     node_count,
     metavar="N[-M]",
     callback=lambda _, __, value: None if value is None else parse_nodes(value),

@@ -89,7 +89,8 @@ def _list_trainers(as_json: bool) -> None:
     from slurmllm.core.config.profiles import TRAINERS, any_command, available
     from slurmllm.core.config.resolve import recipes_dir, resolve
 
-    rows, folder = [], recipes_dir().parent
+    rows = []
+    folder = recipes_dir().parent
     for adapter in available(folder / TRAINERS):
         name = f"{TRAINERS}/{adapter}"
         command = resolve(name, "local", any_command(name)).values()["command"]
@@ -136,7 +137,8 @@ def _cluster_row(config: RunConfig) -> Json:
     """Return a profile for the list; figures are None without hardware figures."""
     from slurmllm.plan.prices import select_price
 
-    cluster, hardware = config.cluster, config.cluster.hardware
+    cluster = config.cluster
+    hardware = cluster.hardware
     price = select_price(config, None)
     fields = {"name", "description", "device", "instance_type", "devices_per_node"}
     return {

@@ -156,7 +156,8 @@ def _lines(state: RunState) -> Iterator[Line]:
 
 
 def _worker_lines(details: Details) -> Iterator[Line]:
-    workers, trainer = details.workers, details.trainer
+    workers = details.workers
+    trainer = details.trainer
     if details.compiling_s is not None:
         so_far = format_duration(details.compiling_s)
         yield "workers", f"compiling the first step …, {so_far} so far{_limit_and_others(workers)}"
@@ -232,7 +233,8 @@ def _detail_lines(state: RunState, details: Details) -> Iterator[Line]:
     if details.unequal_versions:
         yield "warning", details.unequal_versions
     if cores := details.core_files:
-        names, size = format_names(sorted(cores), _SHOWN), format_bytes(sum(cores.values()))
+        names = format_names(sorted(cores), _SHOWN)
+        size = format_bytes(sum(cores.values()))
         yield "warning", f"core files, {size}, in the run's directory: {names}"
 
 

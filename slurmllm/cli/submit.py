@@ -94,7 +94,8 @@ def submit(
     if not shared.dry_run:
         sweeps.confirm(len(cases), sweep.yes)
         commands.ignore_output_errors()
-    allocation, count = None, nodes[1]
+    allocation = None
+    count = nodes[1]
     if shared.in_allocation:
         refused = {"--local": shared.local, "--sweep": cases, **dict(shared.settings.values())}
         refused["--nodes M-N"] = nodes[0]
@@ -235,7 +236,9 @@ def _print_facts(prepared: PreparedRun, **more: str | None) -> None:
 
 def _print_submission(prepared: PreparedRun, submission: Submission) -> None:
     """Print job ids, directory, mesh and the next commands."""
-    name, mesh, command = prepared.run.name, prepared.mesh, prepared.command_line
+    name = prepared.run.name
+    mesh = prepared.mesh
+    command = prepared.command_line
     batch = f"{mesh.accumulation} × micro batch {mesh.micro_batch} a step"
     if mesh.unmeasured:
         batch = "micro batch auto: measured by the precompile stage"
@@ -286,11 +289,13 @@ def _run_and_report(submitted: SubmittedRun, as_json: bool) -> int:
     from slurmllm.core.config.command import STEPS_NOT_PASSED
     from slurmllm.launch.supervise.attempts import load_attempts
 
-    prepared, run = submitted.prepared, submitted.prepared.run
+    prepared = submitted.prepared
+    run = prepared.run
     if not as_json:
         _print_facts(prepared)
     submitted = submitted.run_to_end(quiet=as_json)
-    code, resume = submitted.exit_code or EXIT_OK, f"slurmllm resume {run.name}"
+    code = submitted.exit_code or EXIT_OK
+    resume = f"slurmllm resume {run.name}"
     if as_json:
         options.echo_json(submitted.to_dict(), indent=None)
     elif code == EXIT_OK:
@@ -346,7 +351,9 @@ def resume(
 
     if shared.dry_run and included:
         raise click.UsageError("--include changes the run's jobs; leave out --dry-run")
-    run_dir, client, settings = find_run(run, shared.runs_dir), SlurmClient(), shared.settings
+    run_dir = find_run(run, shared.runs_dir)
+    client = SlurmClient()
+    settings = shared.settings
     if nodes is not None:
         settings["slurm.min_nodes"] = ("--nodes M-N", nodes[0])
     if included:

@@ -142,7 +142,8 @@ def _print_prepared(
     names = [graphs.run.name for graphs in prepared.precompiles]
     train_jobs: list[str | None] = [*jobs[len(names) :]] or [None] * len(prepared.runs)
     precompile_jobs = dict(zip(names, jobs, strict=False))
-    name, record = prepared.sweep.name, prepared.record
+    name = prepared.sweep.name
+    record = prepared.record
     rows = list(zip(prepared.runs, record.cases, train_jobs, strict=True))
     if as_json:
         graphs_of_runs = [
@@ -218,10 +219,16 @@ def ranking_rows(state: SweepState, ranked: Sequence[RankedRun]) -> tuple[Texts,
 
     rows = [
         (
-            *(str(number), run.state.name, *(run.values.get(path, "") for path in labels)),
-            *(run.state.state_text, run.state.step_text, figure(run.loss, ".4f")),
-            *(figure(run.state.loss, ".4f"), figure(run.state.seq_per_s, ".1f")),
-            *(format_hours(run.state.node_hours), str(run.state.restarts)),
+            str(number),
+            run.state.name,
+            *(run.values.get(path, "") for path in labels),
+            run.state.state_text,
+            run.state.step_text,
+            figure(run.loss, ".4f"),
+            figure(run.state.loss, ".4f"),
+            figure(run.state.seq_per_s, ".1f"),
+            format_hours(run.state.node_hours),
+            str(run.state.restarts),
             *([figure(run.state.usd, ",.2f")] if has_price else []),
         )
         for number, run in enumerate(ranked, 1)

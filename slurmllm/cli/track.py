@@ -64,7 +64,8 @@ def sync(
         stop = stop_event()
         sending.sync(run_dir, config, names, stop.is_set, stop.wait)
         return
-    client, logged = SlurmClient(), set[str]()
+    client = SlurmClient()
+    logged = set[str]()
     if follow:
         retry_unreachable(lambda: is_active(run_dir, client))  # raises without Slurm
 

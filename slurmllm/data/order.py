@@ -18,6 +18,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
 
@@ -75,6 +76,7 @@ def _round_keys(key: str) -> tuple[np.uint64, ...]:
     return tuple(np.frombuffer(digest, "<u8", count=_ROUNDS))
 
 
+@dataclass(frozen=True)
 class DocumentOrder:
     """Maps document positions 0, 1, 2, … to document indices, with a permutation for each epoch.
 
@@ -82,18 +84,18 @@ class DocumentOrder:
     equal size have different orders.
     """
 
-    def __init__(self, documents: int, seed: int, corpus: int = 0) -> None:
-        self.documents = documents
-        self._seed = seed
-        self._corpus = [corpus] if corpus else []
+    documents: int
+    seed: int
+    corpus: int = 0
 
     def take(self, positions: Integers) -> Integers:
         """Return the documents at `positions`, both int64 [n]."""
         epochs, indices = np.divmod(positions, self.documents)
+        of_corpus = [self.corpus] if self.corpus else []
         documents = np.empty_like(positions)
         for epoch in np.unique(epochs):
             in_epoch = epochs == epoch
-            permutation = Permutation(self.documents, self._seed, int(epoch), *self._corpus)
+            permutation = Permutation(self.documents, self.seed, int(epoch), *of_corpus)
             documents[in_epoch] = permutation.take(indices[in_epoch])
         return documents
 

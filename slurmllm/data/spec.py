@@ -12,11 +12,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Literal, Self
 
 import numpy as np
 
 from slurmllm.core.errors import DataError
+from slurmllm.core.format import Json
 from slurmllm.core.plugins import absolute
 from slurmllm.data.order import splitmix64
 from slurmllm.data.sources.base import Flags, Hashes, Source, short_digest
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from slurmllm.core.config.recipe import Recipe
 
 SplitName = Literal["train", "validation"]
-State = dict[str, Any]
+State = Json
 
 HELD_OUT = "held_out"  # the name of the documents that `data.validation` holds out
 # The golden ratio's fraction: decorrelates the split from other uses of the same hash.
@@ -196,7 +197,8 @@ def check_same_stream(here: State, saved: State) -> None:
                 f"{here[key]}; {_FIX}"
             )
     # Contents and weights, not paths: a corpus may have been moved.
-    corpora, saved_corpora = here["corpora"], saved.get("corpora", [])
+    corpora = here["corpora"]
+    saved_corpora = saved.get("corpora", [])
     if len(corpora) != len(saved_corpora):
         raise DataError(
             f"the data state was saved with {len(saved_corpora)} corpora, this stream has "

@@ -134,7 +134,7 @@ class PackedStream:
         self._readers: Sequence[SlotGroup | WorkerProcess] = ()  # once a batch was drawn
 
     @property
-    def identity(self) -> dict[str, Any]:
+    def identity(self) -> State:
         """Everything that decides which token is at which place, as JSON."""
         names = ("corpora", "tokenizer", "seed", "global_batch", "validation")
         settings = {"seq_len": self._spec.seq_len, "mask": self._spec.mask}

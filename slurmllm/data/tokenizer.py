@@ -15,6 +15,7 @@ import numpy.typing as npt
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from slurmllm.core.errors import DataError
+from slurmllm.core.format import Json
 from slurmllm.core.run.safe_files import os_error_text, read_limited
 from slurmllm.data.sources.base import Tokens, short_digest
 from slurmllm.data.tokenizer_limits import require_bounded
@@ -154,7 +155,7 @@ class TokenEncoder:
             return str(self._tokenizer.decode(ids.tolist(), skip_special_tokens=False))
 
 
-def _steps(component: Any, field: str) -> list[dict[str, Any]]:
+def _steps(component: Any, field: str) -> list[Json]:
     """Return the parts of a normalizer or pre-tokenizer, as tokenizer.json has them."""
     if component is None:
         return []
@@ -225,7 +226,7 @@ def special_tokens(tokenizer: Path) -> dict[str, str]:
     return tokens
 
 
-def read_settings(path: Path) -> dict[str, Any]:
+def read_settings(path: Path) -> Json:
     """Read a JSON file that transformers keeps next to a tokenizer.json; DataError if damaged."""
     try:
         settings = json.loads(read_limited(path))

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import base64
 import json
-import math
+from math import inf, prod
 from typing import Any
+
+from slurmllm.core.format import Json
 
 _MAX_EXPANSION = 256  # times the characters of a text; published tokenizers: at most 40
 _LONGEST_AFFIX = 100  # characters that are put around a text, a word or a character
@@ -51,7 +53,7 @@ def require_bounded(data: bytes) -> None:
         raise ValueError(f"max_input_chars_per_word is {longest}, above {_LONGEST_WORD}")
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _unique(pairs: list[tuple[str, Any]]) -> Json:
     """Refuse a field that is there twice, of which the library may take another one."""
     fields = dict(pairs)
     if len(fields) != len(pairs):
@@ -62,7 +64,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def _expansion(step: Any) -> float:
     """Return how many characters a step can make of one, or pieces of a text; inf: no bound."""
     if isinstance(step, list):
-        return math.prod(map(_expansion, step))
+        return prod(map(_expansion, step))
     if not isinstance(step, dict):
         return 1.0
     # By their fields: older files do not name the kind of a step.
@@ -76,14 +78,14 @@ def _expansion(step: Any) -> float:
     if "trim_offsets" in step or step.get("type") == "ByteLevel":
         factor = 2.0  # a character of two bytes becomes two of two bytes
     if isinstance(affix := step.get("prepend"), str) and len(affix) > _LONGEST_AFFIX:
-        return math.inf
+        return inf
     if isinstance(single := step.get("single"), list):
         factor = len(single)
     if isinstance(ids := step.get("ids"), list) and len(ids) > _MAX_IDS:
-        return math.inf
+        return inf
     if (charsmap := step.get("precompiled_charsmap")) is not None:
         factor = _charsmap_expansion(charsmap)
-    return max(1.0, factor) * math.prod(map(_expansion, step.values()))
+    return max(1.0, factor) * prod(map(_expansion, step.values()))
 
 
 def _charsmap_expansion(charsmap: Any) -> float:
@@ -91,8 +93,8 @@ def _charsmap_expansion(charsmap: Any) -> float:
     try:
         content = base64.b64decode(charsmap, validate=True)
     except (ValueError, TypeError):
-        return math.inf
+        return inf
     size = int.from_bytes(content[:4], "little")
     if len(content) < 4 or size % 4 or size > len(content) - 4:
-        return math.inf
+        return inf
     return max(map(len, content[4 + size :].decode("utf-8", "replace").split("\0")))

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from slurmllm.core.config.data_sources import known_address
 from slurmllm.core.config.variables import hide_passwords
 from slurmllm.core.errors import DataError, InfrastructureError
+from slurmllm.core.format import Values
 
 if TYPE_CHECKING:
     from aiohttp import TraceConfig
@@ -188,7 +189,7 @@ def state_of(path: AnyPath, fresh: bool = False) -> tuple[int, str]:
     return int(entry["size"]), version_of(entry)
 
 
-def version_of(info: dict[str, Any]) -> str:
+def version_of(info: Values) -> str:
     """Return a version tag (ETag, modification time, …) of fsspec's info; empty without one.
 
     It changes when the file's content changes, as far as the server reports that.

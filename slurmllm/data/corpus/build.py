@@ -11,7 +11,7 @@ import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
@@ -24,7 +24,7 @@ from slurmllm.core.errors import (
     SlurmllmError,
     StorageError,
 )
-from slurmllm.core.format import format_plural
+from slurmllm.core.format import Json, Texts, format_plural
 from slurmllm.core.run.records import Record
 from slurmllm.data.corpus.inputs import FormatOption, InputFile
 from slurmllm.data.corpus.join import (
@@ -77,7 +77,7 @@ class CorpusManifest(Record):
     version: Literal[2] = 2
     documents: int
     text_bytes: int  # UTF-8 bytes of all documents
-    columns: tuple[str, ...] = ("text", "source")  # of the corpus
+    columns: Texts = ("text", "source")  # of the corpus
     tokens: int | None = None  # with --tokenize
     tokenizer: str | None = None  # --tokenize
     tokenizer_fingerprint: str | None = None
@@ -97,7 +97,7 @@ class CorpusManifest(Record):
     empty: int  # documents skipped because they held no text
     duplicates: int = 0  # skipped by --dedup
     bad: int  # unreadable documents and files, skipped
-    bad_examples: tuple[str, ...]  # the first of them: file, place, reason
+    bad_examples: Texts  # the first of them: file, place, reason
     inputs: tuple[CorpusInput, ...]  # in the order they were read
 
     def content(self) -> bytes:
@@ -332,9 +332,9 @@ def _write_outputs(
     documents: int,
     work: WorkFolder,
     on_progress: OnStage,
-) -> dict[str, Any]:
+) -> Json:
     """Write the corpus; return counts and digests for the manifest."""
-    counts: dict[str, Any]
+    counts: Json
     if tokenize := options.tokenize:
         tokens = column_size(shards, "tokens")
         total = tokens * np.dtype(tokenize.dtype).itemsize

@@ -29,6 +29,7 @@ import pyarrow as pa
 import pyarrow.ipc
 
 from slurmllm.core.errors import DataError
+from slurmllm.core.format import Texts
 from slurmllm.data.corpus.options import TokenDtype
 from slurmllm.data.corpus.shard import DOCUMENTS, ShardRecord, spans
 from slurmllm.data.corpus.work_folder import OutputFile, WorkFolder, writing
@@ -182,7 +183,7 @@ def write_arrow(
     sizes: Mapping[str, int],
     inputs: Sequence[str],
     work: WorkFolder,
-) -> tuple[str, ...]:
+) -> Texts:
     """Write the kept documents of all shards; return the names of the columns.
 
     `sizes`: column of text → bytes; `inputs`: names of files, for the column `source`. The sparse

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from slurmllm.core.errors import DataError
+from slurmllm.core.format import Texts
 
 ERROR_EXAMPLES = 20
 
@@ -83,14 +84,14 @@ class ReadOptions:
         return replace(self, skip_bad=False, zstd_long=ReadOptions.zstd_long)
 
     @property
-    def keys(self) -> tuple[str, ...]:
+    def keys(self) -> Texts:
         """The fields or columns read, in the order of `columns`."""
         if self.prompt_key is None or self.completion_key is None:
             return (self.text_key,)
         return (self.prompt_key, self.completion_key)
 
     @property
-    def columns(self) -> tuple[str, ...]:
+    def columns(self) -> Texts:
         return ("text",) if self.prompt_key is None else ("prompt", "completion")
 
 

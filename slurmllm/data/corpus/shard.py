@@ -26,6 +26,7 @@ import xxhash
 
 from slurmllm.core.display.progress import OnProgress
 from slurmllm.core.errors import DataError, SlurmllmError, StorageError
+from slurmllm.core.format import Texts
 from slurmllm.core.run.records import Record
 from slurmllm.core.run.safe_files import os_error_text, write_whole
 from slurmllm.data.corpus.addresses import state_of
@@ -113,7 +114,7 @@ class ShardRecord(Record):
     documents: int  # kept, duplicates included
     empty: int
     bad: int
-    bad_examples: tuple[str, ...]
+    bad_examples: Texts
     inputs: tuple[ShardInput, ...]  # in the order of the shard's files
     xxh3: str  # of `documents.arrow`
 

@@ -6,7 +6,6 @@ complete.
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import fcntl
 import hashlib
@@ -15,6 +14,7 @@ import shutil
 import socket
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Self
@@ -69,7 +69,7 @@ class WorkFolder:
         """Input bytes read so far of each shard that is being written."""
         counts = {}
         for path in self.path.glob("*.progress"):
-            with contextlib.suppress(OSError, ValueError):  # removed, or not yet written
+            with suppress(OSError, ValueError):  # removed, or not yet written
                 counts[path.stem] = int(path.read_text())
         return counts
 
@@ -93,7 +93,7 @@ class WorkFolder:
     def remove(self) -> None:
         shutil.rmtree(self.path, ignore_errors=True)
 
-    @contextlib.contextmanager
+    @contextmanager
     def lock(self) -> Iterator[None]:
         """Exclude other builds of the same output; a DataError if one is running."""
         try:
@@ -116,10 +116,10 @@ class WorkFolder:
         path = self.path / _LOCK
         while True:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            with contextlib.suppress(FileExistsError):
+            with suppress(FileExistsError):
                 self.path.mkdir(mode=0o700)
             # Race: another build may finish now and remove the folder, with a lock that is held.
-            with contextlib.suppress(FileNotFoundError), contextlib.ExitStack() as stack:
+            with suppress(FileNotFoundError), ExitStack() as stack:
                 # Whoever may write to it could have links written through, and shards read.
                 if reason := untrusted_error(self.path.lstat()):
                     message = f"{reason}; remove {self.path} if it is yours"
@@ -172,17 +172,17 @@ class OutputFile:
             self._stream.close()
 
     def discard(self) -> None:
-        with contextlib.suppress(OSError):  # closing flushes, which fails again on a full disk
+        with suppress(OSError):  # closing flushes, which fails again on a full disk
             self._stream.close()
 
 
-@contextlib.contextmanager
+@contextmanager
 def output_files(paths: Sequence[Path], work: WorkFolder) -> Iterator[list[OutputFile]]:
     """Open files in the work folder, and rename them if the block ends without an error.
 
     `paths` are the corpus first, its manifest last; the files of a failed build stay in the folder.
     """
-    with contextlib.ExitStack() as stack:
+    with ExitStack() as stack:
         hasher = stack.enter_context(ThreadPoolExecutor(1))
         files = []
         for path in paths:
@@ -212,7 +212,7 @@ def refuse_existing(out: Path, overwrite: bool) -> None:
         raise DataError(f"{out} already exists; choose another --out, or add --overwrite")
 
 
-@contextlib.contextmanager
+@contextmanager
 def writing(path: Path) -> Iterator[None]:
     """Raise a StorageError if the file system refuses to write the output `path`."""
     try:

@@ -12,9 +12,9 @@ import json
 import re
 from collections.abc import Collection
 from pathlib import Path
-from typing import Any
 
 from slurmllm.core.errors import DataError
+from slurmllm.core.format import Json
 from slurmllm.core.run.safe_files import os_error_text
 
 STATE = "state.json"
@@ -95,7 +95,7 @@ def _cached_files(folder: Path, splits: list[str]) -> list[Path] | None:
     return sorted(path for path in folder.iterdir() if re.fullmatch(name, path.name)) or None
 
 
-def _load(path: Path) -> dict[str, Any]:
+def _load(path: Path) -> Json:
     """Return the object of a JSON file; empty if some other file has that name."""
     try:
         content = json.loads(path.read_bytes())

@@ -46,7 +46,8 @@ class DocumentReader:
     checksum: str | None = None
 
     def __iter__(self) -> Iterator[Documents]:
-        file, on_error = self.file, self.on_error
+        file = self.file
+        on_error = self.on_error
         if file.format == "text" and self.options.prompt_key is not None:
             raise DataError(
                 f"{file.name}: a text file has no fields, so no --prompt-key; give "

@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from slurmllm.core.format import printable
+from slurmllm.core.format import Texts, printable
 from slurmllm.data.corpus.decompress import OpenedInput
 from slurmllm.data.corpus.options import Extent
 from slurmllm.data.sources.base import Integers
@@ -98,7 +98,7 @@ def _is_valid(column: pa.LargeStringArray) -> bool:
 
 
 def good_rows(
-    batch: pa.RecordBatch, keys: tuple[str, ...], name: str, first_row: int, on_error: OnError
+    batch: pa.RecordBatch, keys: Texts, name: str, first_row: int, on_error: OnError
 ) -> Documents:
     """Return the rows of a file `name` that are UTF-8; others are errors. Null is an empty text."""
     large = pa.large_string()

@@ -18,6 +18,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.json as pj
 
+from slurmllm.core.format import Json, Texts
 from slurmllm.data.corpus.decompress import OpenedInput
 from slurmllm.data.corpus.options import ReadOptions
 from slurmllm.data.corpus.readers import base
@@ -66,7 +67,7 @@ def _is_array(begin: bytes) -> bool:
     return not remainder.strip()
 
 
-def _parse_block(block: bytes, feeds: Integers, keys: tuple[str, ...]) -> Documents | None:
+def _parse_block(block: bytes, feeds: Integers, keys: Texts) -> Documents | None:
     """Parse all lines of a block at once; None if they must be parsed one by one."""
     # Arrow ignores line ends. If there is a brace on either side of each, none is inside an
     # object, and as many objects as lines mean one object a line.
@@ -117,9 +118,7 @@ def _parse_lines(
     return _documents(rows, options)
 
 
-def _rows(
-    record: Any, location: str, options: ReadOptions, on_error: OnError
-) -> list[tuple[str, ...]]:
+def _rows(record: Any, location: str, options: ReadOptions, on_error: OnError) -> list[Texts]:
     """Return the document of a record; none if it cannot be used."""
     try:
         if not isinstance(record, dict):
@@ -130,7 +129,7 @@ def _rows(
         return []
 
 
-def _documents(rows: list[tuple[str, ...]], options: ReadOptions) -> Documents:
+def _documents(rows: list[Texts], options: ReadOptions) -> Documents:
     return tuple(
         pa.array([row[index] for row in rows], pa.large_string())
         for index in range(len(options.keys))
@@ -176,7 +175,7 @@ def _read_array(
         on_error(f"{name}: more text after the end of its JSON array", "rest")
 
 
-def _field_text(row: dict[str, Any], key: str) -> str:
+def _field_text(row: Json, key: str) -> str:
     """Return the text of a field, empty if it is null; a ValueError says why there is none."""
     if key not in row:
         fields = ", ".join(sorted(row)[:10]) or "none"
