@@ -424,7 +424,8 @@ def _by_failure(evidence: Evidence) -> Ending | None:
         return Ending("bad_configuration", (evidence.no_gpu, *reason))
     if first.error in _ENDINGS_OF_ERRORS:
         return Ending(_ENDINGS_OF_ERRORS[first.error], reason)
-    oom_kills, lost = 0, _LOST_CHILD.search(first.message)
+    oom_kills = 0
+    lost = _LOST_CHILD.search(first.message)
     if lost and node is not None:
         oom_kills = node.oom_kills
         reason = (

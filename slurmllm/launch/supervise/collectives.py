@@ -78,7 +78,8 @@ def query_ras(attempt: AttemptDir) -> None:
     with suppress(OSError, ValueError):
         with socket.create_connection((host.strip("[]"), int(port)), _RAS_S) as connection:
             connection.sendall(b"VERBOSE STATUS\n")
-            report, until = b"", time.monotonic() + _RAS_S  # another service may never end
+            report = b""
+            until = time.monotonic() + _RAS_S  # another service may never end
             while time.monotonic() < until and (piece := connection.recv(_RAS_BYTES)):
                 report = (report + piece)[:_RAS_BYTES]
         write_whole(attempt.ras, report, durable=False)

@@ -132,8 +132,9 @@ def site_exclusions(client: SlurmClient, config: RunConfig, root: Path, run: Run
     if not (records := read_records(root)):
         return []
     slurm = config.recipe.slurm
-    named = slurm.directives.train.get("partition") or slurm.partition or config.cluster.partition
-    partition = str(named or "")
+    partition = str(
+        slurm.directives.train.get("partition") or slurm.partition or config.cluster.partition or ""
+    )
     included = (ExcludedNodes.find(run.excluded) or ExcludedNodes()).included
     try:
         effective = in_effect(
