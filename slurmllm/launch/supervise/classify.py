@@ -428,11 +428,8 @@ def _by_failure(evidence: Evidence) -> Ending | None:
     lost = _LOST_CHILD.search(first.message)
     if lost and node is not None:
         oom_kills = node.oom_kills
-        reason = (
-            *reason,
-            "usual cause: too little host memory; " * bool(oom_kills)
-            + f"the kernel's oom_kill on {first.node}: {oom_kills}",
-        )
+        cause = "usual cause: too little host memory; " if oom_kills else ""
+        reason += (f"{cause}the kernel's oom_kill on {first.node}: {oom_kills}",)
     exhausted = oom_kills or first.error == "MemoryError" or "OutOfMemory" in first.error
     rows: Sequence[tuple[EndingClass, object]] = (
         ("out_of_memory", exhausted),
