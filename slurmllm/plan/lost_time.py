@@ -16,14 +16,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from statistics import fmean
 from typing import Literal
 
 from slurmllm.core.config.resolve import RunConfig
 from slurmllm.core.config.rules import minutes_of
 from slurmllm.core.config.yaml_source import read_yaml
 from slurmllm.core.errors import ConfigError
-from slurmllm.core.format import format_plural
+from slurmllm.core.format import Values, format_plural
 from slurmllm.core.run.records import TIME_PARTS, EndingClass, TimePart
 from slurmllm.plan.parameters import parameters
 
@@ -39,15 +38,6 @@ FAILURES: frozenset[EndingClass] = frozenset({"node_failure", "hang", "storage_f
 _POINTS = 4  # of a job at which its restarts are evaluated: off by 0.06 % of the time at most
 _HORIZON = 40.0  # mean times between failures after which an attempt has failed for certain
 
-FailureKind = Literal[
-    "device",  # an accelerator reports a fault: its worker exits at once
-    "node",  # a host stops responding
-    "network",  # a link or a switch: collectives wait, no node is to blame
-    "hang",  # a worker makes no progress
-    "storage",  # the shared file system fails: found at the next save or start
-    "software",  # an exception in code
-    "signal",  # preemption: the run saves and leaves
-]
 # Of a checkpoint: bf16 weights, fp32 weights and AdamW's two averages, bytes per parameter.
 STATE_BYTES = 14
 COPY_BYTES_S = 4e9  # from the devices of a node into its memory, and from there to storage
@@ -88,25 +78,18 @@ def mtbf_s(nodes: int, failures: int, node_s: float, node_mtbf_hours: float) -> 
 
 @dataclass(frozen=True)
 class Durations:
-    """Durations of the phases of an attempt, s; several values are a distribution."""
+    """Mean durations of the phases of an attempt, s."""
 
-    requeue: tuple[float, ...]  # from the end of an attempt to the start of the next
-    preflight: tuple[float, ...]  # checks of the nodes
-    cache: tuple[float, ...]  # broadcast of the compiled graphs to the nodes
-    start_up: tuple[float, ...]  # from the launchers' start to the first step, resume included
-    first_step: tuple[float, ...]  # extra time of the first step
-    # From the first sign of an end until the attempt is closed.
-    stopping: tuple[float, ...] = (5.0,)
-    # From a failure to its first sign; empty: depends on the kind of failure.
-    noticing: tuple[float, ...] = ()
+    requeue: float  # from the end of an attempt to the start of the next
+    preflight: float  # checks of the nodes
+    cache: float  # broadcast of the compiled graphs to the nodes
+    start_up: float  # from the launchers' start to the first step, resume included
+    first_step: float  # extra time of the first step
+    stopping: float  # from the first sign of an end until the attempt is closed
 
     def describe(self) -> str:
-        """Return `requeue 125 s, preflight 15 s, …`, the mean of each."""
-        return ", ".join(
-            f"{name.replace('_', ' ')} {fmean(values):.3g} s"
-            for name, values in vars(self).items()
-            if values
-        )
+        """Return `requeue 125 s, preflight 15 s, …`."""
+        return ", ".join(f"{name.replace('_', ' ')} {s:.3g} s" for name, s in vars(self).items())
 
 
 @dataclass(frozen=True)
@@ -149,20 +132,18 @@ def expected_losses(
     durations: Durations,
     node_mtbf_hours: float,
     every_steps: int | None = None,
-    leaves_s: float | None = None,
-    training_s: float | None = None,
-    noticing: DetectionDelay | None = None,
+    leaves_s: float = math.inf,
+    training_s: float = math.inf,
+    noticing: DetectionDelay = DetectionDelay(),
     restarts: float = 0.0,
 ) -> LostTime:
     """Return the expected lost time: the mean of simulated long runs (tools/benchmarks/month.py).
 
     Args:
         every_steps: Between two checkpoints; None: auto, from the true failure rate.
-        leaves_s: After which a job saves and leaves: its time limit less `slurm.signal_lead_s`;
-            None: no limit.
+        leaves_s: After which a job saves and leaves: its time limit less `slurm.signal_lead_s`.
         training_s: All steps of the run, s: a run that is done sooner leaves sooner, and has less
-            to share its start-up with. None: it goes on for ever.
-        noticing: Of failures; `durations.noticing` goes before it.
+            to share its start-up with.
         restarts: Share of the failures after which new workers start in the same job: no wait in
             the queue, no broadcast of graphs, and the job's time limit goes on. The others end it.
     """
@@ -170,24 +151,21 @@ def expected_losses(
     best_s = best_interval_s(save.waited_s, mtbf_s)
     auto_steps = max(1, math.ceil(max(best_s, save.total_s) / step_s))
     steps = auto_steps if every_steps is None else every_steps
-    if durations.noticing:
-        noticing = DetectionDelay(fmean(durations.noticing), fmean(durations.noticing))
-    delay = noticing or DetectionDelay()
     attempt = _Attempt(step_s, steps * step_s, save, durations, mtbf_s, leaves_s, training_s)
-    if leaves_s is not None and leaves_s <= attempt.trains_s:
+    if leaves_s <= attempt.trains_s:
         shares: dict[TimePart, float] = dict.fromkeys(TIME_PARTS, 0.0) | {"start_up": 1.0}
         return LostTime(shares, 0.0, steps, auto_steps, mtbf_s)
-    parts_s = attempt.parts_s(delay)
-    without_broadcast = replace(durations, cache=(0.0,))
+    parts_s = attempt.parts_s(noticing)
+    without_broadcast = replace(durations, cache=0.0)
     for weight, begins_s in _restarts(attempt.leaves_s, mtbf_s, restarts):
         left_s = attempt.leaves_s - begins_s
         restart = _Attempt(step_s, steps * step_s, save, without_broadcast, mtbf_s, left_s)
-        for name, seconds in restart.parts_s(delay).items():
+        for name, seconds in restart.parts_s(noticing).items():
             parts_s[name] += weight * seconds
     length_s = math.fsum(parts_s.values())
     return LostTime(
         shares={name: parts_s[name] / length_s for name in TIME_PARTS},
-        goodput=parts_s["productive"] / (length_s + fmean(durations.requeue)),
+        goodput=parts_s["productive"] / (length_s + durations.requeue),
         interval_steps=steps,
         auto_steps=auto_steps,
         mtbf_s=mtbf_s,
@@ -222,28 +200,28 @@ class _Attempt:
         save: SaveCost,
         durations: Durations,
         mtbf_s: float,
-        limit_s: float | None,
-        training_s: float | None = None,
+        limit_s: float,
+        training_s: float = math.inf,
     ) -> None:
         self.step_s, self.interval_s, self.save, self.mtbf_s = step_s, interval_s, save, mtbf_s
         self.durations = durations
-        self.trains_s = sum(map(fmean, (durations.preflight, durations.cache, durations.start_up)))
-        self.ready_s = self.trains_s + fmean(durations.first_step)
+        self.trains_s = durations.preflight + durations.cache + durations.start_up
+        self.ready_s = self.trains_s + durations.first_step
         self.begun_s = self.ready_s + step_s
         self.saves_s = self.ready_s + interval_s
         # A save begins once the one before is written.
         self.cycle_s = max(interval_s + save.waited_s, save.total_s)
-        whole_s = math.inf if training_s is None else training_s * self.cycle_s / self.interval_s
+        whole_s = training_s * self.cycle_s / self.interval_s
         # It leaves at the job's limit, or when all steps are done. Half a step is what `parts_s`
         # adds for the one under way.
         done_s = self.ready_s + whole_s - self.step_s / 2
-        leaves_s = done_s if limit_s is None else min(limit_s, done_s)
-        self.leaves_s = max(leaves_s, self.begun_s)  # a step under way is finished
+        # A step under way is finished.
+        self.leaves_s = max(min(limit_s, done_s), self.begun_s)
 
     def parts_s(self, noticing: DetectionDelay) -> dict[TimePart, float]:
         durations = self.durations
-        checked_s = fmean(durations.preflight)
-        cached_s = checked_s + fmean(durations.cache)
+        checked_s = durations.preflight
+        cached_s = checked_s + durations.cache
         begun, leaving = self._alive(self.begun_s), self._alive(self.leaves_s)
         failing = 1 - self._alive(self.trains_s)
         waited_s, saved_s = self._saves()
@@ -256,13 +234,13 @@ class _Attempt:
         first_s = self._within(self.trains_s, self.begun_s)
         first_s -= begun * (self.begun_s - self.trains_s)
         noticed_s = failing * noticing.start_up_s + (1 - failing - begun) * noticing.training_s
-        stopping_s = fmean(durations.stopping) + (begun - leaving) * noticing.training_s
+        stopping_s = durations.stopping + (begun - leaving) * noticing.training_s
         return {
             **dict.fromkeys(TIME_PARTS, 0.0),
             "preflight": self._within(0.0, checked_s),
             "cache": self._within(checked_s, cached_s),
             "start_up": self._within(cached_s, self.trains_s) + first_s + noticed_s,
-            "first_step": begun * fmean(durations.first_step),
+            "first_step": begun * durations.first_step,
             "productive": saved_s + leaving * last_s,
             "recomputation": lost_s - under_way_s,
             "saving": waited_s + leaving * self.save.total_s,
@@ -321,12 +299,12 @@ def assumed(
     copied_s = 0.3 + state_bytes / nodes / COPY_BYTES_S
     begun_s = 15.0 if device == "cpu" else 150.0
     durations = Durations(
-        requeue=(REQUEUE_S,),
-        preflight=(15.0,),
-        cache=(0.0 if device == "cpu" else 4.5 + 0.08 * billions,),
-        start_up=(begun_s + moved_s + 3.4 * billions,),
-        first_step=(27.0 + 0.5 * billions,),
-        stopping=(10.0,),
+        requeue=REQUEUE_S,
+        preflight=15.0,
+        cache=0.0 if device == "cpu" else 4.5 + 0.08 * billions,
+        start_up=begun_s + moved_s + 3.4 * billions,
+        first_step=27.0 + 0.5 * billions,
+        stopping=10.0,
     )
     waited_s = min(copied_s, written_s) if asynchronous else written_s
     return durations, SaveCost(waited_s, written_s)
@@ -334,7 +312,8 @@ def assumed(
 
 def noticing(config: RunConfig, step_s: float) -> DetectionDelay:
     """Return the detection delay of Llama 3's mix of failures, with the recipe's watchdog."""
-    watchdog, counts = config.recipe.watchdog, published_failures()["llama3"].counts
+    watchdog = config.recipe.watchdog
+    counts: Mapping[str, int] = published_failures()["llama3"]["counts"]
 
     def mean_s(limit_s: float) -> float:
         node_s = min(limit_s, SLURMD_TIMEOUT_S)
@@ -355,7 +334,8 @@ def restarts(config: RunConfig, nodes: int, leaves_s: float) -> float:
     node; with none left, or if it was the supervisor's node, the job returns to the queue, and has
     all of them again.
     """
-    slurm, counts = config.recipe.slurm, published_failures()["llama3"].counts
+    slurm = config.recipe.slurm
+    counts: Mapping[str, int] = published_failures()["llama3"]["counts"]
     if not slurm.restart_in_allocation or slurm.restart == "none":
         return 0.0
     total, stays = sum(counts.values()), counts["network"] + counts["hang"]
@@ -413,22 +393,7 @@ def lost_time(config: RunConfig, nodes: int, step_s: float, steps: int | None = 
     raise ConfigError("the run would make no progress", [fault])
 
 
-@dataclass(frozen=True)
-class Published:
-    """Published failure counts."""
-
-    source: str  # the publication
-    counts: Mapping[FailureKind, int]  # Kind → interruptions
-    hosts: int  # hosts of the run
-    days: float  # length of the observation
-    note: str  # how the kinds were distinguished
-
-    @property
-    def node_hours(self) -> float:
-        return self.hosts * self.days * 24.0
-
-
 @cache
-def published_failures() -> Mapping[str, Published]:
+def published_failures() -> Values:
     rows, _ = read_yaml(Path(__file__).with_name("published_failures.yaml"))
-    return {name: Published(**row) for name, row in rows.items()}
+    return rows

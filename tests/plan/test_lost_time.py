@@ -15,6 +15,7 @@ from slurmllm.core.config.resolve import resolve
 from slurmllm.core.errors import ConfigError
 from slurmllm.plan.lost_time import (
     HOUR_S,
+    DetectionDelay,
     Durations,
     LostTime,
     SaveCost,
@@ -29,8 +30,11 @@ from slurmllm.plan.lost_time import (
 )
 from slurmllm.plan.parameters import parameters
 
-USUAL = Durations((125.0,), (15.0,), (10.0,), (400.0, 500.0), (60.0,), (10.0,), (30.0, 50.0))
-NOTHING = Durations((0.0,), (0.0,), (0.0,), (0.0,), (0.0,), (0.0,), (0.0,))
+USUAL = Durations(125.0, 15.0, 10.0, 450.0, 60.0, 10.0)
+# Drawn in the simulation
+DRAWN = {"start_up": (400.0, 500.0), "noticing": (30.0, 50.0)}
+NOTICED = DetectionDelay(40.0, 40.0)
+NOTHING, AT_ONCE = Durations(0.0, 0.0, 0.0, 0.0, 0.0, 0.0), DetectionDelay(0.0, 0.0)
 STEP_S = 14.3
 LIMITS = ("failure_budget", "hang_budget", "no_progress_limit")
 NO_STOPS = tuple(f"slurm.{limit}=1000000" for limit in LIMITS)
@@ -68,6 +72,7 @@ def test_the_simulation_comes_to_the_same(
         USUAL,
         save,
         RandomFailures({"network": 1 / (2 * mtbf_hours)}),
+        DRAWN,
         node_mtbf_hours=2 * mtbf_hours,
         time_limit_s=limit_h and limit_h * HOUR_S,
     )
@@ -76,8 +81,10 @@ def test_the_simulation_comes_to_the_same(
     failed = sum(a.ending == "node_failure" for history in many for a in history.attempts)
     # At the rate that was drawn.
     seen_hours = sum(item.node_hours for item in used) / 2 * nodes / max(failed, 1)
-    leaves_s = limit_h and limit_h * HOUR_S - config.recipe.slurm.signal_lead_s
-    result = expected_losses(nodes, STEP_S, save, USUAL, seen_hours, every, leaves_s)
+    leaves_s = (limit_h or math.inf) * HOUR_S - config.recipe.slurm.signal_lead_s
+    result = expected_losses(
+        nodes, STEP_S, save, USUAL, seen_hours, every, leaves_s, noticing=NOTICED
+    )
     tolerance = 0.005 if result.effective > 0.8 else 0.015
     for part, share in result.shares.items():
         assert share == pytest.approx(np.mean([u.shares[part] for u in used]), abs=tolerance), part
@@ -101,8 +108,8 @@ def test_restarts_in_the_job(mtbf_hours: float, spares: int, limit_h: int, least
             *NO_STOPS,
         ],
     )
-    mix, save = published_failures()["llama3"], SaveCost(2.0, 60.0)
-    total_hours = 16 * mtbf_hours * sum(mix.counts.values())
+    counts, save = published_failures()["llama3"]["counts"], SaveCost(2.0, 60.0)
+    total_hours = 16 * mtbf_hours * sum(counts.values())
     scenario = Scenario(
         config.recipe,
         16,
@@ -110,7 +117,8 @@ def test_restarts_in_the_job(mtbf_hours: float, spares: int, limit_h: int, least
         300 * mtbf_hours * HOUR_S,
         USUAL,
         save,
-        RandomFailures({kind: count / total_hours for kind, count in mix.counts.items()}),
+        RandomFailures({kind: count / total_hours for kind, count in counts.items()}),
+        DRAWN,
         node_mtbf_hours=16 * mtbf_hours,
         time_limit_s=limit_h * HOUR_S,
         engineer_s=0.0,
@@ -132,7 +140,15 @@ def test_restarts_in_the_job(mtbf_hours: float, spares: int, limit_h: int, least
 
     def losses(restarts: float) -> LostTime:
         return expected_losses(
-            16, STEP_S, save, USUAL, seen_hours, None, leaves_s, restarts=restarts
+            16,
+            STEP_S,
+            save,
+            USUAL,
+            seen_hours,
+            None,
+            leaves_s,
+            noticing=NOTICED,
+            restarts=restarts,
         )
 
     for figure in ("effective", "goodput"):
@@ -146,12 +162,18 @@ def test_restarts_in_the_job(mtbf_hours: float, spares: int, limit_h: int, least
 
 def test_youngs_formula() -> None:
     """A save an interval and half an interval a failure: sqrt(2·cost/MTBF) at the best."""
-    result = expected_losses(100, 0.1, SaveCost(10.0, 10.0), NOTHING, 10_000)
+    result = expected_losses(100, 0.1, SaveCost(10.0, 10.0), NOTHING, 10_000, noticing=AT_ONCE)
     assert 1 - result.effective == pytest.approx((2 * 10 / (100 * HOUR_S)) ** 0.5, rel=0.01)
     assert result.auto_steps == pytest.approx(best_interval_s(10.0, 100 * HOUR_S) / 0.1, rel=1e-4)
     halves = [
         expected_losses(
-            100, 0.1, SaveCost(10.0, 10.0), NOTHING, 10_000, round(result.auto_steps * factor)
+            100,
+            0.1,
+            SaveCost(10.0, 10.0),
+            NOTHING,
+            10_000,
+            round(result.auto_steps * factor),
+            noticing=AT_ONCE,
         )
         for factor in (0.5, 0.9, 1.1, 2)
     ]
@@ -168,7 +190,7 @@ def test_saves_are_summed_one_by_one(mtbf_hours: float, save: SaveCost) -> None:
     cycle_s = max(interval_s + save.waited_s, save.total_s)
     counts_s = interval_s + save.total_s + cycle_s * np.arange(45 * between_s // cycle_s)
     kept_s = interval_s * math.fsum(np.exp(-counts_s / between_s))
-    result = expected_losses(1, 0.1, save, NOTHING, mtbf_hours, 3000)
+    result = expected_losses(1, 0.1, save, NOTHING, mtbf_hours, 3000, noticing=AT_ONCE)
     assert result.effective == pytest.approx(kept_s / between_s, rel=1e-9)
 
 
@@ -176,7 +198,7 @@ def test_a_run_that_is_soon_done_has_paid_for_its_start_up() -> None:
     def effective(hours: float) -> float:
         quiet = (SaveCost(0.0, 0.0), USUAL, 1e9)
         return expected_losses(
-            4, 1.0, *quiet, leaves_s=47 * HOUR_S, training_s=hours * HOUR_S
+            4, 1.0, *quiet, leaves_s=47 * HOUR_S, training_s=hours * HOUR_S, noticing=NOTICED
         ).effective
 
     assert effective(1) == pytest.approx(3600 / (3600 + 15 + 10 + 450 + 60 + 10), rel=1e-3)
@@ -184,7 +206,7 @@ def test_a_run_that_is_soon_done_has_paid_for_its_start_up() -> None:
 
 
 # Durations, asynchronous and blocking save, step time. 7B: AWS has 95.14 seq/s on 16 nodes.
-SMALL = Durations((125.0,), (15.0,), (5.0,), (180.0,), (30.0,), (10.0,))
+SMALL = Durations(125.0, 15.0, 5.0, 180.0, 30.0, 10.0)
 PRESETS = {
     month.MODEL: (month.DURATIONS, [*month.SAVES.values()], month.STEP_S),
     "llama2_7b": (SMALL, [SaveCost(0.5, 10.0), SaveCost(10.0, 10.0)], 1.35),
@@ -214,7 +236,7 @@ def test_the_month_as_it_was_simulated() -> None:
     for rates, rows in (("llama3", (98.92, 96.82, 98.50)), ("opt", (97.69, 93.93, 95.58))):
         asynchronous, blocking = month.SAVES.values()
         saves = ((asynchronous, None), (blocking, None), (asynchronous, 200))
-        mtbf_hours = (mix := published_failures()[rates]).node_hours / sum(mix.counts.values())
+        mtbf_hours = 1 / sum(month.published_rates(rates).values())
         for (save, every), row in zip(saves, rows, strict=True):
             result = expected_losses(
                 128,

@@ -8,7 +8,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from _month.scenario import BLAMES_NODE, DAY_S, Failure, FailureQuery, RandomFailures, Scenario
+from _month.scenario import (
+    BLAMES_NODE,
+    DAY_S,
+    Failure,
+    FailureKind,
+    FailureQuery,
+    RandomFailures,
+    Scenario,
+)
 from _month.simulation import simulate
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -18,9 +26,9 @@ from slurmllm.analysis.status.history import RunHistory
 from slurmllm.analysis.status.utilization import account_node_hours, break_down_time
 from slurmllm.core.config.recipe import Recipe
 from slurmllm.core.config.resolve import resolve
-from slurmllm.plan.lost_time import HOUR_S, Durations, FailureKind, SaveCost, best_interval_s
+from slurmllm.plan.lost_time import HOUR_S, Durations, SaveCost, best_interval_s
 
-QUICK = Durations((125.0,), (15.0,), (10.0,), (120.0,), (60.0,), (5.0,))
+QUICK = Durations(125.0, 15.0, 10.0, 120.0, 60.0, 5.0)
 
 
 @dataclass(frozen=True)

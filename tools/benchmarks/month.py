@@ -12,17 +12,17 @@ from __future__ import annotations
 
 import argparse
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from _month.scenario import DAY_S, RandomFailures, Scenario
+from _month.scenario import DAY_S, FailureKind, RandomFailures, Scenario
 from _month.simulation import simulate
 
 from slurmllm.analysis.status.utilization import Utilization, account_node_hours
 from slurmllm.core.config.resolve import resolve
 from slurmllm.core.run.records import TIME_PARTS as PARTS
-from slurmllm.plan.lost_time import HOUR_S, Durations, Published, SaveCost, published_failures
+from slurmllm.plan.lost_time import HOUR_S, Durations, SaveCost, published_failures
 
 TARGET = 0.9881  # HLAT with automatic recovery (arXiv 2404.10630)
 
@@ -32,11 +32,18 @@ TARGET = 0.9881  # HLAT with automatic recovery (arXiv 2404.10630)
 NODES, MODEL, STEP_S = 128, "llama2_70b", 14.3
 # Requeue: Slurm lets a requeued job wait until its last credential has expired (cred_expire, 120 s
 # by default), and its scheduler looks every few seconds.
-DURATIONS = Durations((125.0,), (15.0,), (10.0,), (450.0,), (60.0,), (10.0,))
+DURATIONS = Durations(125.0, 15.0, 10.0, 450.0, 60.0, 10.0)
 # State 14 bytes a parameter, 970 GB: 7.5 GB a node, copied to host memory at 4 GB/s and written at
 # 16 GB/s in all.
 SAVES = {"async": SaveCost(2.0, 60.0), "blocking": SaveCost(60.0, 60.0)}
 ENGINEER_H, BY_HAND_H = 1.0, 3.0  # until a stopped run is resumed; likewise, without recovery
+
+
+def published_rates(name: str) -> dict[FailureKind, float]:
+    """Return interruptions by kind in an hour of a node."""
+    row = published_failures()[name]
+    node_hours = row["hosts"] * row["days"] * 24.0
+    return {kind: count / node_hours for kind, count in row["counts"].items()}
 
 
 def main() -> None:
@@ -52,8 +59,7 @@ def main() -> None:
     )
     rows: list[dict[str, Any]] = []
     for name in options.rates.split(","):
-        published = published_failures()[name]
-        for variant, scenario in _variants(published, options):
+        for variant, scenario in _variants(published_rates(name), options):
             row = _row(scenario, options.seeds)
             rows.append({"rates": name, **variant, **row})
             _print(rows[-1])
@@ -61,12 +67,12 @@ def main() -> None:
 
 
 def _durations(options: argparse.Namespace) -> Durations:
-    start_up = DURATIONS.start_up if options.start_up is None else (options.start_up,)
+    start_up = DURATIONS.start_up if options.start_up is None else options.start_up
     return replace(DURATIONS, start_up=start_up)
 
 
 def _variants(
-    published: Published, options: argparse.Namespace
+    rates: Mapping[FailureKind, float], options: argparse.Namespace
 ) -> Iterator[tuple[dict[str, str], Scenario]]:
     """Recovery × interval × kind of save, the best first."""
     table = (
@@ -79,11 +85,11 @@ def _variants(
     )
     for recovery, every, saves in table:
         variant = {"recovery": recovery, "interval": every, "saves": saves}
-        yield variant, _scenario(published, options, recovery, every, saves)
+        yield variant, _scenario(rates, options, recovery, every, saves)
 
 
 def _scenario(
-    published: Published,
+    rates: Mapping[FailureKind, float],
     options: argparse.Namespace,
     recovery: str,
     every: str,
@@ -97,9 +103,7 @@ def _scenario(
         horizon_s=options.days * DAY_S,
         durations=_durations(options),
         save=SAVES[saves],
-        failures=RandomFailures(
-            {kind: count / published.node_hours for kind, count in published.counts.items()}
-        ),
+        failures=RandomFailures(rates),
         node_mtbf_hours=config.cluster.node_mtbf_hours,
         time_limit_s=options.time_limit * HOUR_S if recovery == "auto" else None,
         recovery="auto" if recovery == "auto" else "by_hand",

@@ -47,8 +47,8 @@ def expected_overheads(candidate: LayoutEstimate) -> dict[str, float | None]:
     except ConfigError:  # no progress by the assumptions, but the run made some
         effective = None
     return {
-        "start-up": durations.start_up[0],
-        "first step, longer by": durations.first_step[0],  # than later ones
+        "start-up": durations.start_up,
+        "first step, longer by": durations.first_step,  # than later ones
         "save, training waits": save.waited_s,
         "effective utilization": effective,
     }
@@ -124,8 +124,8 @@ def check_run_prediction(run: RunDir, cluster: str | None = None) -> PredictionC
         nodes=candidate.mesh.nodes,
         attempts=steady.attempts,
         steps=steady.steps,
-        rows=tuple(rows),
-        warnings=tuple(warnings),
+        rows=rows,
+        warnings=warnings,
     )
 
 

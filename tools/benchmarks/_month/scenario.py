@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 import numpy as np
@@ -16,12 +16,20 @@ from slurmllm.plan.lost_time import (
     SLURMD_TIMEOUT_S,
     UNWATCHED_S,
     Durations,
-    FailureKind,
     SaveCost,
 )
 
 DAY_S = 24 * HOUR_S
 
+FailureKind = Literal[
+    "device",  # an accelerator reports a fault: its worker exits at once
+    "node",  # a host stops responding
+    "network",  # a link or a switch: collectives wait, no node is to blame
+    "hang",  # a worker makes no progress
+    "storage",  # the shared file system fails: found at the next save or start
+    "software",  # an exception in code
+    "signal",  # preemption: the run saves and leaves
+]
 # The ending that the supervisor gives each kind.
 ENDINGS: Mapping[FailureKind, EndingClass] = {
     "device": "node_failure",
@@ -82,12 +90,6 @@ class RandomFailures:
         return Failure(at, kind, node if kind in BLAMES_NODE else None)
 
 
-def draw(durations: Durations, phase: str, rng: np.random.Generator) -> float:
-    """One of the values of a phase, s."""
-    values: tuple[float, ...] = getattr(durations, phase)
-    return values[int(rng.integers(len(values)))] if len(values) > 1 else values[0]
-
-
 @dataclass(frozen=True)
 class Scenario:
     """A run to simulate."""
@@ -99,6 +101,8 @@ class Scenario:
     durations: Durations
     save: SaveCost
     failures: FailureSource
+    # Phase of `durations`, or `noticing` (from a failure to its first sign) → its values, s
+    drawn: Mapping[str, Sequence[float]] = field(default_factory=dict)
     steps: int | None = None  # None: unlimited
     spares: int = 4  # nodes of the partition beyond those of the job
     repair_s: float = DAY_S  # from the failure of a node to its return
@@ -107,6 +111,13 @@ class Scenario:
     time_limit_s: float | None = None  # of the job
     recovery: Literal["auto", "by_hand"] = "auto"  # by_hand: an engineer restarts every ended job
     engineer_s: float = HOUR_S  # until an engineer restarts a run that has stopped
+
+    def draw(self, phase: str, rng: np.random.Generator) -> float:
+        """Return the duration of a phase, s."""
+        if values := self.drawn.get(phase):
+            return values[int(rng.integers(len(values)))]
+        duration: float = getattr(self.durations, phase)
+        return duration
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -128,8 +139,8 @@ class Scenario:
         """Seconds from a failure to its first sign."""
         if kind == "signal":
             return 0.0
-        if self.durations.noticing:
-            return draw(self.durations, "noticing", rng)
+        if "noticing" in self.drawn:
+            return self.draw("noticing", rng)
         if kind in ("device", "storage", "software") or self.recovery == "by_hand":
             return REPORTED_S  # by hand, the delay until somebody notices is in engineer_s
         watchdog = self.recipe.watchdog

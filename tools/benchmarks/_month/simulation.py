@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from _month.scenario import BREAKS_NODE, ENDINGS, Failure, FailureQuery, Scenario, draw
+from _month.scenario import BREAKS_NODE, ENDINGS, Failure, FailureQuery, Scenario
 from slurmllm.analysis.status.history import Incarnation, RunHistory, Steps
 from slurmllm.core.metrics.curves import Floats, Ints
 from slurmllm.core.run.records import AttemptRecord, EndingClass
@@ -157,7 +157,7 @@ class _Simulation:
             return closed.ended_at, True
         if decided.action == "finish":
             return closed.ended_at, False
-        requeue_s = draw(scenario.durations, "requeue", self.rng)
+        requeue_s = scenario.draw("requeue", self.rng)
         if decided.action == "requeue" and (scenario.recovery == "auto" or failure is None):
             return closed.ended_at + max(requeue_s, decided.backoff_s), True
         self.counted_from = len(self.attempts)  # an engineer resumes it, which resets the budgets
@@ -195,12 +195,12 @@ class _SimulatedAttempt:
         self.whole, self.start, self.nodes = whole, start, nodes
         self.scenario, self.rng = whole.scenario, whole.rng
         self.number, self.before = len(whole.attempts), whole.checkpoint
-        durations = self.scenario.durations
-        self.phases_s = {name: draw(durations, name, self.rng) for name in ("preflight", "cache")}
+        draw = self.scenario.draw
+        self.phases_s = {name: draw(name, self.rng) for name in ("preflight", "cache")}
         if restarted:
             self.phases_s["cache"] = 0.0  # the nodes have the graphs
-        self.trains_at = start + sum(self.phases_s.values()) + draw(durations, "start_up", self.rng)
-        self.extra_s = draw(durations, "first_step", self.rng)
+        self.trains_at = start + sum(self.phases_s.values()) + draw("start_up", self.rng)
+        self.extra_s = draw("first_step", self.rng)
         self.step = self.before
         self.made = _Made()
         self.waited_s = 0.0
@@ -324,7 +324,7 @@ class _SimulatedAttempt:
         stopping_s: float | None = None,
     ) -> AttemptRecord:
         if stopping_s is None:
-            stopping_s = draw(self.scenario.durations, "stopping", self.rng)
+            stopping_s = self.scenario.draw("stopping", self.rng)
         ended_at = at + stopping_s
         self.whole.outages = [outage for outage in self.whole.outages if outage[0] <= ended_at]
         steps = self.made.steps()
