@@ -12,7 +12,6 @@ context, communication libraries' buffers, the allocator's fragments.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 from slurmllm.core.config.families import FAMILIES
 from slurmllm.core.config.resolve import RunConfig
@@ -31,52 +30,18 @@ _FP32, _FP64, _BF16, _INT32, _INT64 = 4, 8, 2, 4, 8
 _MASK_SHARE = 1 / 8  # of the memory, from which the dense mask of a sequence is warned of
 
 
-@dataclass(frozen=True)
-class WorkerMemory:
-    """Bytes of one worker."""
+def worker_memory(config: RunConfig, mesh: Mesh, rank: int = 0) -> dict[str, int]:
+    """Return bytes by part at the fullest moment of the step, which add up to the peak.
 
-    weights: int  # its share, in the formats they are kept in
-    optimizer: int  # both moments of its share
-    gradients: int  # of its share, from the end of the backward pass to the optimizer's step
-    whole_weights: int  # what FSDP gathers within a step, of this worker's tensor-parallel share
-    whole_gradients: int  # what is carried from one micro batch to the next
-    activations: int  # what the blocks keep for the backward pass, of all micro batches in flight
-    masks: int  # the masks between documents, one for all blocks, likewise
-    batch: int  # tokens, labels and positions
-    output: int  # logits, their gradient and the head's at the loss
-    block: int  # the largest passing need of one block's backward pass
-    pipeline: int  # receive buffers of pipeline stages, one a micro batch each way
-    # What the end of the backward pass adds to the shares: whole gradients of embedding and head,
-    # and their copy on its way.
-    ending: int
-    passing: int  # the optimizer step's own need
-
-    def parts(self) -> dict[str, int]:
-        """Return name → bytes at the fullest moment of the step; they add up to the peak."""
-        within = {
-            "whole weights": self.whole_weights,
-            "gradients": self.whole_gradients,
-            "activations": self.activations,
-            "masks": self.masks,
-            "output or block": max(self.output, self.block),
-        }
-        after = {"gradients": self.gradients, "end of the step": max(self.ending, self.passing)}
-        resting = {
-            "weights": self.weights,
-            "optimizer": self.optimizer,
-            "pipeline buffers": self.pipeline,
-            "batch": self.batch,
-        }
-        fullest = max(within, after, key=lambda parts: sum(parts.values()))
-        return {name: size for name, size in {**resting, **fullest}.items() if size}
-
-    @property
-    def peak(self) -> int:
-        return sum(self.parts().values())
+    The first worker of a stage has the largest shares of it.
+    """
+    resting, *moments = memory_moments(config, mesh, rank)
+    fullest = max(moments, key=lambda parts: sum(parts.values()))
+    return {name: size for name, size in {**resting, **fullest}.items() if size}
 
 
-def worker_memory(config: RunConfig, mesh: Mesh, rank: int = 0) -> WorkerMemory:
-    """Return what one worker needs; the first of a stage has the largest shares of it."""
+def memory_moments(config: RunConfig, mesh: Mesh, rank: int) -> tuple[dict[str, int], ...]:
+    """Return bytes by part: between steps, and added within the passes and at the step's end."""
     zero, width = config.recipe.parallel.zero, formats(config)
     position = config.recipe.model, mesh.tensor, mesh.pipeline, mesh.pipeline_rank(rank)
     held = parameter_counts(*position, 1)
@@ -90,7 +55,7 @@ def worker_memory(config: RunConfig, mesh: Mesh, rank: int = 0) -> WorkerMemory:
     # Sums that copies have not exchanged yet stay in the format of sums.
     summed = width.stored if mesh.replicate == 1 else width.reduced
     carried = whole * width.reduced if until_last else stored * summed if accumulates else 0
-    steps = _StepMemory(config, mesh, rank)
+    steps = StepMemory(config, mesh, rank)
     transient = 0 if until_last else outside + 2 * largest_block
     gathered = outside + 2 * largest_block if dropped else whole
     if fsdp_disabled(config, mesh):
@@ -101,22 +66,33 @@ def worker_memory(config: RunConfig, mesh: Mesh, rank: int = 0) -> WorkerMemory:
     if one_pass_adamw(config, mesh):
         gathered, copies = 0, gathered * width.computed
         summed = width.reduced if accumulates else width.computed
-    return WorkerMemory(
-        weights=stored * width.stored + copies,
-        optimizer=2 * share.total * width.stored,
-        gradients=stored * summed,
-        whole_weights=gathered * width.computed,
-        whole_gradients=carried,
-        activations=steps.activations(),
-        masks=steps.masks(),
-        batch=batch_bytes(config, mesh) * steps.batches(),
-        output=steps.output(),
-        block=steps.block() + transient * width.reduced,
-        pipeline=steps.receive_buffers(),
-        ending=2 * outside * width.reduced,
-        # On CPUs the norm's fp64 sum copies one tensor at a time.
-        passing=share.largest * _FP64 if config.cluster.device == "cpu" else 0,
-    )
+    resting = {
+        "weights": stored * width.stored + copies,  # its share, in the formats they are kept in
+        "optimizer": 2 * share.total * width.stored,  # both moments of its share
+        # Of pipeline stages, one a micro batch each way.
+        "pipeline buffers": steps.receive_buffers(),
+        "batch": batch_bytes(config, mesh) * steps.batches(),  # tokens, labels and positions
+    }
+    within = {
+        # What FSDP gathers within a step, of this worker's tensor-parallel share.
+        "whole weights": gathered * width.computed,
+        "gradients": carried,  # from one micro batch to the next
+        # What the blocks keep for the backward pass, of all micro batches in flight.
+        "activations": steps.activations(),
+        "masks": steps.masks(),  # between documents, one for all blocks, likewise
+        # Logits, their gradient and the head's at the loss, or the largest passing need of one
+        # block's backward pass.
+        "output or block": max(steps.output(), steps.block() + transient * width.reduced),
+    }
+    # On CPUs the norm's fp64 sum copies one tensor at a time.
+    passing = share.largest * _FP64 if config.cluster.device == "cpu" else 0
+    after = {
+        # Of its share, from the end of the backward pass to the optimizer's step.
+        "gradients": stored * summed,
+        # Whole gradients of embedding and head and their copy on its way, or the optimizer's need.
+        "end of the step": max(2 * outside * width.reduced, passing),
+    }
+    return resting, within, after
 
 
 def dense_mask_warning(config: RunConfig) -> list[str]:
@@ -144,14 +120,14 @@ def batch_bytes(config: RunConfig, mesh: Mesh) -> int:
     return arrays * mesh.micro_batch * config.recipe.model.seq_len * _INT64
 
 
-class _StepMemory:
+class StepMemory:
     """What one step of a worker adds, part by part, bytes."""
 
     def __init__(self, config: RunConfig, mesh: Mesh, rank: int) -> None:
         self.model, self.train, self.mesh = config.recipe.model, config.recipe.train, mesh
         self.masked = config.recipe.data.mask == "document"
         self.block_masks = has_block_masks(config)
-        self.cuda, self.cpu = (config.cluster.device == name for name in ("cuda", "cpu"))
+        self.device = config.cluster.device
         self.stage = mesh.pipeline_rank(rank)
         self.tokens = mesh.micro_batch * self.model.seq_len
         # Tokens of the stretches that sequence parallelism shares.
@@ -183,7 +159,7 @@ class _StepMemory:
         CPUs have the arrays that the data's stream gave, of the step, as well.
         """
         count = self.mesh.accumulation
-        return (count if self.mesh.pipeline > 1 else 1) + count * self.cpu
+        return (count if self.mesh.pipeline > 1 else 1) + count * (self.device == "cpu")
 
     def in_flight(self) -> int:
         """Return passes of a chunk whose backward pass is still to come, at most."""
@@ -201,7 +177,7 @@ class _StepMemory:
         if self.stage != self.mesh.pipeline - 1:
             return 0
         rows = self.model.padded_vocab_size // self.mesh.tensor
-        limit = 2**27 if self.cpu else 2**29  # as in backends/native/device.py
+        limit = 2**27 if self.device == "cpu" else 2**29  # as in backends/native/device.py
         at_once = min(self.tokens, max(1, limit // rows))
         gradients = (self.tokens + rows) * self.hidden * self.bytes
         # Uncompiled, the softmax makes copies in fp32.
@@ -255,7 +231,8 @@ class _StepMemory:
             shared += queries + keys
         elif "core" in recomputed and keys < queries and not self.train.compile:
             shared += queries  # the core's input, a copy if queries share keys
-        copied = self.masked and self.cuda and not self.block_masks and keys < queries
+        dense = self.masked and not self.block_masks
+        copied = dense and self.device == "cuda" and keys < queries
         if copied and not {"core", "block"} & {*recomputed}:
             shared += 2 * (queries - keys)  # copies of keys and values (`model/decoder.py`)
         log_sums = self.tokens * model.num_heads // tensor * _FP32

@@ -1,6 +1,7 @@
 """What fits a NeuronCore, against what AWS ran on trn1; the arithmetic of memory."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 from amounts import amount
@@ -10,7 +11,7 @@ from present import present
 
 from slurmllm.core.config.resolve import RunConfig, resolve
 from slurmllm.plan.choose_layout import check_fit
-from slurmllm.plan.memory import WorkerMemory, dense_mask_warning, worker_memory
+from slurmllm.plan.memory import StepMemory, dense_mask_warning, memory_moments, worker_memory
 from slurmllm.plan.mesh import Mesh, make_mesh
 from slurmllm.plan.neuron_memory import neuron_memory
 from slurmllm.plan.parameters import parameter_shapes, parameters, share_of
@@ -159,9 +160,22 @@ def test_weights_and_moments_are_the_sum_of_the_shards(
     assert sum(parts["optimizer"] for parts in result) == moments
 
 
-def memory(recipe: str, nodes: int, *overrides: str, rank: int = 0) -> WorkerMemory:
+def memory(recipe: str, nodes: int, *overrides: str, rank: int = 0) -> SimpleNamespace:
     config = resolve(recipe, overrides=overrides)
-    return worker_memory(config, make_mesh(config, nodes), rank)
+    mesh = make_mesh(config, nodes)
+    resting, within, after = memory_moments(config, mesh, rank)
+    return SimpleNamespace(
+        weights=resting["weights"],
+        optimizer=resting["optimizer"],
+        batch=resting["batch"],
+        whole_weights=within["whole weights"],
+        whole_gradients=within["gradients"],
+        activations=within["activations"],
+        masks=within["masks"],
+        output=StepMemory(config, mesh, rank).output(),
+        gradients=after["gradients"],
+        peak=sum(worker_memory(config, mesh, rank).values()),
+    )
 
 
 def test_one_worker_has_everything() -> None:

@@ -261,7 +261,7 @@ def test_memory_between_steps_is_as_planned(new_backend: NewBackend) -> None:
     peak = backend.memory()
     at_rest = backend.memory()  # the second peak is the current use
     resting = worker_memory(backend.config, backend.mesh)
-    planned = resting.weights + resting.optimizer
+    planned = resting["weights"] + resting["optimizer"]
     assert planned <= at_rest.peak_bytes < 1.1 * planned + 2**27  # workspaces of cuBLAS
     assert at_rest.peak_bytes < peak.peak_bytes < peak.limit_bytes
     assert peak.limit_bytes <= torch.cuda.mem_get_info()[1]
