@@ -19,7 +19,7 @@ from __future__ import annotations
 import csv
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Literal
@@ -79,9 +79,6 @@ class MeasuredRun:
         return same_peak and math.isclose(self.memory_gib, hardware.memory_gib, rel_tol=_SAME)
 
 
-COLUMNS = tuple(field.name for field in fields(MeasuredRun))
-
-
 @dataclass(frozen=True)
 class RunEvidence:
     """What published runs support of a prediction.
@@ -124,10 +121,10 @@ def evidence_text(published: RunEvidence) -> str:
 
 
 @lru_cache
-def published_runs() -> tuple[MeasuredRun, ...]:
+def published_runs() -> Sequence[MeasuredRun]:
     with FILE.open(encoding="utf-8", newline="") as lines:
-        rows = tuple(csv.DictReader(lines))
-    return TypeAdapter(tuple[MeasuredRun, ...]).validate_python(rows)
+        rows = list(csv.DictReader(lines))
+    return TypeAdapter(list[MeasuredRun]).validate_python(rows)
 
 
 def outside(point: Mapping[str, float], runs: Sequence[MeasuredRun]) -> dict[str, float]:
@@ -219,11 +216,11 @@ def network_range(candidate: LayoutEstimate) -> tuple[float, float] | None:
 
 
 @lru_cache
-def runs_on(device: str, hardware: Hardware | None = None) -> tuple[MeasuredRun, ...]:
+def runs_on(device: str, hardware: Hardware | None = None) -> Sequence[MeasuredRun]:
     """Return the published runs on a kind of device, or on devices like these only."""
     neuron = {"neuron": True, "cuda": False}.get(device)
     runs = [run for run in published_runs() if run.profile.startswith("trn") is neuron]
-    return tuple(run for run in runs if hardware is None or run.is_on(hardware))
+    return [run for run in runs if hardware is None or run.is_on(hardware)]
 
 
 def generations(runs: Iterable[MeasuredRun]) -> str:

@@ -16,10 +16,11 @@ from slurmllm.core.config.families import FAMILIES, Sharding, sharding_plan
 from slurmllm.core.config.recipe import ModelConfig
 
 Shape = tuple[int, ...]
+Shapes = dict[str, Shape]  # by the name of a parameter
 _FIRST = ("embed.weight", "positions.weight")  # of all parameters, in this order
 
 
-def parameter_shapes(model: ModelConfig) -> dict[str, Shape]:
+def parameter_shapes(model: ModelConfig) -> Shapes:
     """Return name → shape of every parameter of the model, the padded vocabulary included."""
     outside = rest_shapes(model)
     shapes = {name: outside.pop(name) for name in list(outside) if name in _FIRST}
@@ -33,9 +34,9 @@ def parameters(model: ModelConfig) -> int:
     return model.num_layers * block_parameters(model) + outside
 
 
-def rest_shapes(model: ModelConfig) -> dict[str, Shape]:
+def rest_shapes(model: ModelConfig) -> Shapes:
     width, vocabulary = model.hidden_size, model.padded_vocab_size
-    shapes: dict[str, Shape] = {"embed.weight": (vocabulary, width)}
+    shapes: Shapes = {"embed.weight": (vocabulary, width)}
     if FAMILIES[model.family].positions == "learned":
         shapes["positions.weight"] = (model.seq_len, width)
     shapes |= _norm("final_norm", model)
@@ -64,11 +65,11 @@ def rest_parameters(model: ModelConfig, pipeline: int) -> int:
     return max(counts.outside for counts in ends)
 
 
-def block_shapes(model: ModelConfig) -> dict[str, Shape]:
+def block_shapes(model: ModelConfig) -> Shapes:
     """Return name inside a block → shape of each of its parameters."""
     width, ffn, heads = model.hidden_size, model.ffn_hidden_size, model.num_heads * model.head_width
     qkv = heads + 2 * model.kv_heads * model.head_width
-    qk_norms: dict[str, Shape] = {}
+    qk_norms: Shapes = {}
     if model.qk_norm:
         qk_norms = {f"attention.{tensor}_norm.weight": (model.head_width,) for tensor in "qk"}
     up = ("mlp.gate_up", 2 * ffn) if model.gated else ("mlp.up", ffn)
@@ -83,15 +84,15 @@ def block_shapes(model: ModelConfig) -> dict[str, Shape]:
     }
 
 
-def _norm(name: str, model: ModelConfig) -> dict[str, Shape]:
-    shapes: dict[str, Shape] = {f"{name}.weight": (model.hidden_size,)}
+def _norm(name: str, model: ModelConfig) -> Shapes:
+    shapes: Shapes = {f"{name}.weight": (model.hidden_size,)}
     if FAMILIES[model.family].norm == "layer":
         shapes[f"{name}.bias"] = (model.hidden_size,)
     return shapes
 
 
-def _linear(name: str, out: int, into: int, bias: bool) -> dict[str, Shape]:
-    shapes: dict[str, Shape] = {f"{name}.weight": (out, into)}
+def _linear(name: str, out: int, into: int, bias: bool) -> Shapes:
+    shapes: Shapes = {f"{name}.weight": (out, into)}
     if bias:
         shapes[f"{name}.bias"] = (out,)
     return shapes

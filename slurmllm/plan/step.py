@@ -60,10 +60,6 @@ class Group:
     rings: int  # groups of the same kind that share a node's network; 0 within a node
     whole_nodes: bool  # whether it contains all workers of its nodes
 
-    @property
-    def within_node(self) -> bool:
-        return self.nodes == 1
-
 
 @lru_cache(maxsize=4096)
 def group(stride: int, size: int, per_node: int) -> Group:
@@ -76,16 +72,12 @@ def group(stride: int, size: int, per_node: int) -> Group:
     return Group(size, nodes, rings, whole)
 
 
-def tensor_group(mesh: Mesh) -> Group:
-    return group(1, mesh.tensor, mesh.devices_per_node)
-
-
 def rate(members: Group, hardware: Hardware) -> float:
     """Return bandwidth at which each worker of a group sends, bytes/s."""
     inside = hardware.node_link_gb_s * hardware.node_link_efficiency * 1e9
     if not members.whole_nodes:
         inside *= hardware.part_of_node
-    if members.within_node:
+    if members.nodes == 1:
         return inside
     network = hardware.network_gb_s * hardware.network_efficiency * 1e9
     if hardware.network_half is not None:
@@ -111,7 +103,7 @@ def all_reduce_s(size: float, members: Group, hardware: Hardware) -> float:
 
 def latency_s(members: Group, hardware: Hardware) -> float:
     """Return latency of one collective, s: that of log2(workers) hops, as in a tree."""
-    hop_us = hardware.node_link_latency_us if members.within_node else hardware.network_latency_us
+    hop_us = hardware.node_link_latency_us if members.nodes == 1 else hardware.network_latency_us
     return math.log2(members.size) * hop_us * 1e-6
 
 
@@ -204,6 +196,7 @@ class _Step:
         self.fsdp_disabled = fsdp_disabled(config, mesh)
         self.formats = formats(config)
         self.tokens = mesh.micro_batch * self.model.seq_len
+        self.tensor_group = group(1, mesh.tensor, mesh.devices_per_node)
         self.layers = self.model.num_layers // mesh.pipeline
         self.peak = peak_flops(config)
         # A dense mask has the half computed that causal attention skips. Blocks skip what is
@@ -307,10 +300,10 @@ class _Step:
         """Return the time to add up the stream's partial sums, or to scatter and gather them."""
         if self.recipe.parallel.sequence:
             return 2 * self._gathered_s()
-        return all_reduce_s(self._whole_stream(), tensor_group(self.mesh), self.hardware)
+        return all_reduce_s(self._whole_stream(), self.tensor_group, self.hardware)
 
     def _gathered_s(self) -> float:
-        return gather_s(self._whole_stream(), tensor_group(self.mesh), self.hardware)
+        return gather_s(self._whole_stream(), self.tensor_group, self.hardware)
 
     def _whole_stream(self) -> int:
         """Return bytes of a micro batch's activations between two blocks."""

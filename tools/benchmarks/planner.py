@@ -20,12 +20,12 @@ import statistics
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from published_rows import Row, chosen_meshes, rows
 
-from slurmllm.plan.evidence import COLUMNS, FILE, MeasuredRun, generations, half_width, outside
+from slurmllm.plan.evidence import FILE, MeasuredRun, generations, half_width, outside
 from slurmllm.plan.parameters import model_flops, parameters
 from slurmllm.plan.search import known_hardware
 from slurmllm.plan.step import peak_flops, step_time
@@ -380,9 +380,10 @@ def _print_rows(results: Sequence[Result], within: Sequence[bool]) -> None:
 def _write(runs: Sequence[MeasuredRun]) -> None:
     with FILE.open("w", encoding="utf-8", newline="") as out:
         writer = csv.writer(out, lineterminator="\n")
-        writer.writerow(COLUMNS)
+        columns = [field.name for field in fields(MeasuredRun)]
+        writer.writerow(columns)
         for run in runs:
-            values = [getattr(run, name) for name in COLUMNS]
+            values = [getattr(run, name) for name in columns]
             writer.writerow([f"{v:.4g}" if isinstance(v, float) else v for v in values])
     print(f"{FILE.name}: {len(runs)} rows")
 
