@@ -19,7 +19,7 @@ from slurmllm.core.run.rundir import runs_root, write_bytes
 
 if TYPE_CHECKING:
     from slurmllm.core.config.resolve import RunConfig
-    from slurmllm.plan.recipe_plan import Rank, RecipePlan
+    from slurmllm.plan.recipe_plan import Plans, Rank, RecipePlan
     from slurmllm.plan.search import LayoutEstimate
 
 
@@ -43,14 +43,15 @@ class _Request:
     as_json: bool
 
     @property
-    def tables(self) -> dict[str, str | None]:
-        """Option → file of the tables."""
-        return {"--csv": self.csv, "--markdown": self.markdown}
+    def files(self) -> dict[str, str]:
+        """Option → file to write; `-` is standard output."""
+        files = {"--plot": self.plot, "--csv": self.csv, "--markdown": self.markdown}
+        return {option: path for option, path in files.items() if path is not None}
 
     @property
     def prints(self) -> bool:
         """Whether standard output is for people to read."""
-        return not self.as_json and "-" not in self.tables.values()
+        return not self.as_json and "-" not in self.files.values()
 
 
 @commands.grouped(
@@ -104,12 +105,12 @@ def plan(**values: Any) -> None:
     from slurmllm.plan.recipe_plan import node_counts
 
     request = _Request(**values)
-    if [request.csv, request.markdown, "-" if request.as_json else None].count("-") > 1:
-        raise UserError("--csv -, --markdown - and --json: standard output has room for one")
-    if request.explain and "-" in request.tables.values():
-        raise UserError("--explain prints text; leave out --csv - or --markdown -")
     options.check_picture(request.plot)
-    for option, path in (("--plot", request.plot), *request.tables.items()):
+    if [*request.files.values()].count("-") + request.as_json > 1:
+        raise UserError("--csv -, --markdown - and --json: standard output has room for one")
+    if request.explain and "-" in request.files.values():
+        raise UserError("--explain prints text; leave out --csv - or --markdown -")
+    for option, path in request.files.items():
         options.check_folder(option, path)
     counts = node_counts(request.nodes) if request.nodes else []
     if not request.recipes:
@@ -134,9 +135,7 @@ def _plan(request: _Request, counts: Sequence[int]) -> None:
         _print(request, plans)
     if not fits:
         error = _no_fit_error(plans[0])
-        files = {"--plot": request.plot, **request.tables}
-        unwritten = [name for name, path in files.items() if path is not None]
-        note = [f"nothing is written: {', '.join(unwritten)}"] if unwritten else []
+        note = [f"nothing is written: {', '.join(request.files)}"] if request.files else []
         raise ConfigError(error.title, [*error.faults, *note])
     if not request.as_json:
         for warning in plan_warnings(plans):
@@ -180,32 +179,28 @@ def _profiles(
     from slurmllm.core.config.profiles import available
     from slurmllm.core.config.resolve import clusters_dir, resolve
 
-    if not clusters:
-        yield None, resolve(recipe, None, overrides)
-    named = [name for name in clusters if name != "all"]
-    for name in named:
-        yield name, resolve(recipe, name, overrides)
+    for cluster in clusters or (None,):
+        if cluster != "all":
+            yield cluster, resolve(recipe, cluster, overrides)
     for name in available(clusters_dir()) if "all" in clusters else ():
         config = resolve(recipe, name, overrides)
-        if config.cluster.price and config.cluster.hardware and name not in named:
+        if config.cluster.price and config.cluster.hardware and name not in clusters:
             yield name, config
 
 
-def _write_files(request: _Request, plans: Sequence[RecipePlan]) -> None:
-    """Write the picture and the tables; `-` is standard output."""
+def _write_files(request: _Request, plans: Plans) -> None:
+    """Write the picture and the tables."""
     from slurmllm.core.config.yaml_source import flatten
     from slurmllm.plan import output
 
     top = request.top
-    if request.plot is not None:
-        from slurmllm.core.display.pictures import write_picture
-        from slurmllm.plan.plot import draw
+    for option, path in request.files.items():
+        fix = f"name another file with {option}"
+        if option == "--plot":
+            from slurmllm.core.display.pictures import write_picture
+            from slurmllm.plan.plot import draw
 
-        write_picture(
-            draw(plans, top or output.TOP), Path(request.plot), "name another file with --plot"
-        )
-    for option, path in request.tables.items():
-        if path is None:
+            write_picture(draw(plans, top or output.TOP), Path(path), fix)
             continue
         if option == "--csv":
             rows = output.csv_rows(plans, top)
@@ -218,7 +213,6 @@ def _write_files(request: _Request, plans: Sequence[RecipePlan]) -> None:
         if path == "-":
             click.echo(content, nl=False)
         else:
-            fix = f"name another file with {option}"
             write_bytes(Path(path), content.encode(), f"cannot write {path}", fix)
 
 
@@ -226,7 +220,7 @@ def _csv_cell(value: Any) -> Any:
     return "; ".join(map(str, value)) if isinstance(value, list | tuple) else value
 
 
-def _print(request: _Request, plans: Sequence[RecipePlan]) -> None:
+def _print(request: _Request, plans: Plans) -> None:
     from slurmllm.plan import output
 
     if output.is_single(plans):
@@ -250,10 +244,8 @@ def _no_fit_error(plan: RecipePlan) -> ConfigError:
         return error
     # The fastest of those within 5 %, else the closest.
     small = [change for change in changes if abs(change.ratio - 1) < 0.05]
-    if small:
-        change = max(small, key=lambda change: change.best.seq_per_s)
-    else:
-        change = min(changes, key=lambda change: abs(math.log(change.ratio)))
+    closest = min(changes, key=lambda change: abs(math.log(change.ratio)))
+    change = max(small, key=lambda change: change.best.seq_per_s, default=closest)
     command = _command("plan", plan, change.best.mesh.nodes)
     context = click.get_current_context()
     for option in options.given():
@@ -286,8 +278,8 @@ def _submit_command(plan: RecipePlan, layout: LayoutEstimate | None) -> str:
     assert layout is not None, "something fits"
     command = _command("submit", plan, layout.mesh.nodes)
     settings = changes(plan.config, layout, chosen=layout is plan.choice(layout.mesh.nodes))
-    if plan.forecaster.tokens is not None:
-        steps = plan.forecaster.forecast(layout).cost.steps
+    if plan.tokens is not None:
+        steps = plan.forecast(layout).cost.steps
         settings.append(f"train.steps={steps}")
         optim = plan.config.recipe.optim
         if optim.warmup(steps) < steps < (optim.decay_steps or 0):

@@ -242,7 +242,7 @@ def _print_submission(prepared: PreparedRun, submission: Submission) -> None:
     batch = f"{mesh.accumulation} × micro batch {mesh.micro_batch} a step"
     if mesh.unmeasured:
         batch = "micro batch auto: measured by the precompile stage"
-    degrees = f"tensor {mesh.tensor}, pipeline {mesh.pipeline}, data {mesh.data_text}; {batch}"
+    degrees = f"{mesh.description}; {batch}"
     if command is not None:
         degrees = f"{prepared.config.workers_per_node} of the command on each node"
     jobs = f"train job {submission.train_job}"

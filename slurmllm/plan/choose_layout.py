@@ -5,14 +5,14 @@ Torch-free.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Any
+from operator import attrgetter
 
 from slurmllm.core.config.resolve import RunConfig
 from slurmllm.core.config.validate import PLANNER
 from slurmllm.core.errors import ConfigError
-from slurmllm.core.format import format_gib, format_plural
+from slurmllm.core.format import Json, Texts, format_gib, format_plural
 from slurmllm.plan.explain import (
     figures,
     fitting_changes,
@@ -78,7 +78,7 @@ def choose_parallel(
     if not layouts and (force or known_hardware(config).rough or config.backend == "rehearsal"):
         layouts = result.too_large[:1]
     if not layouts:
-        reasons = misfit_reasons(result.too_large, result.refused)
+        reasons = misfit_reasons(result)
         title = f"no layout of {config.recipe.name} fits {nodes_text} of {config.cluster.name}"
         fixes = _suggest_fixes(config, nodes, unsupported, fixed + _BATCH * resumes)
         raise ConfigError(title, [*reasons, *dense_mask_warning(config), *fixes])
@@ -124,11 +124,11 @@ class FitCheck:
     best: LayoutEstimate | None = None
     # That the layout does not fit into memory, and what would fit. Empty if the hardware figures
     # are too rough to decide.
-    refusals: tuple[str, ...] = ()
+    refusals: Texts = ()
     # That the layout is much slower than the best, or is forced although too large.
-    warnings: tuple[str, ...] = ()
+    warnings: Sequence[str] = ()
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> Json:
         return {
             "chosen": self.chosen,
             "rough": self.rough,
@@ -181,7 +181,7 @@ def check_fit(
     if config.cluster.hardware is None or unsupported(config):
         return None
     mesh = make_mesh(config, nodes, measured)
-    fitting: tuple[LayoutEstimate, ...] = ()
+    fitting: Sequence[LayoutEstimate] = ()
     if mesh.unmeasured:  # then the precompile stage will choose the fastest micro batch that fits
         varied = [path for path in VARIED if path != _MICRO_BATCH]
         fitting = search(config, nodes, unsupported, varied).fitting
@@ -191,11 +191,11 @@ def check_fit(
     too_large = f"{layout_text(candidate)} is predicted to need {needs}"
     # A rehearsal computes nothing and so holds no model.
     if config.backend == "rehearsal" or (chosen and candidate.fits):
-        return FitCheck(candidate, chosen, None, (), tuple(warnings))
+        return FitCheck(candidate, chosen, warnings=warnings)
     if known_hardware(config).rough:
         if chosen:
             warnings.append(f"{too_large}, by rough figures")
-        return FitCheck(candidate, chosen, None, (), tuple(warnings))
+        return FitCheck(candidate, chosen, warnings=warnings)
     best = _best_layout(config, nodes, unsupported, _kept_training(config))
     if candidate.fits:
         if best is not None and candidate.seq_per_s < SLOW * best.seq_per_s:
@@ -214,7 +214,7 @@ def check_fit(
             else [_suggest_layout(config, best)]
         )
         return FitCheck(candidate, chosen, best, (too_large, *warnings, *fixes))
-    return FitCheck(candidate, chosen, best, (), tuple(warnings))
+    return FitCheck(candidate, chosen, best, (), warnings)
 
 
 def _suggest_fixes(
@@ -230,9 +230,7 @@ def _suggest_fixes(
         near = fitting_changes(config, nodes, unsupported, free)
         relaxed = {_CHECKPOINTING: "full", _MICRO_BATCH: "auto"}
         degrees += [f"{path}={value}" for path, value in relaxed.items() if path in fixed]
-    also = "".join(f" --set {setting}" for setting in degrees)
-    if also:
-        also = f" with{also}"
+    also = f" with --set {' --set '.join(degrees)}" if degrees else ""
     fixes += [f"{change}{also}" for change in near]
     if fixes:
         return fixes
@@ -297,8 +295,7 @@ def _yaml_text(value: object) -> str:
 
 def _setting(config: RunConfig, path: str) -> object:
     """Return one of `VARIED`; an `auto` micro batch as the number that is assumed for it."""
-    section, _, field = path.partition(".")
-    value = getattr(getattr(config.recipe, section), field)
+    value = attrgetter(path)(config.recipe)
     return assumed_micro_batch(config) or value if value == "auto" else value
 
 
@@ -308,9 +305,4 @@ def _rate_text(candidate: LayoutEstimate) -> str:
 
 
 def layout_text(candidate: LayoutEstimate) -> str:
-    mesh = candidate.mesh
-    chunks = f" × {mesh.virtual_pipeline} chunks" if mesh.virtual_pipeline > 1 else ""
-    return (
-        f"tensor {mesh.tensor}, pipeline {mesh.pipeline}{chunks}, data {mesh.data_text}, "
-        f"micro batch {mesh.micro_batch}"
-    )
+    return f"{candidate.mesh.description}, micro batch {candidate.mesh.micro_batch}"

@@ -5,16 +5,16 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from slurmllm.core.config.resolve import RunConfig
-from slurmllm.core.format import format_gib, format_number, format_plural, format_seconds
+from slurmllm.core.format import Json, format_gib, format_number, format_plural, format_seconds
 from slurmllm.plan.mesh import format_change, near_batches, near_nodes, next_to
 from slurmllm.plan.neuron_memory import score_bytes
 from slurmllm.plan.search import (
     LARGEST,
     LayoutEstimate,
     MemoryUse,
+    SearchResult,
     Unsupported,
     model_degrees,
     search,
@@ -40,23 +40,19 @@ def why_too_large(memory: MemoryUse) -> str:
     return f"{describe_memory(memory)}; {format_gib(memory.peak - memory.limit)} GiB too much"
 
 
-def explain(
-    fitting: Sequence[LayoutEstimate],
-    runners_up: Sequence[LayoutEstimate],
-    too_large: Sequence[LayoutEstimate],
-) -> Iterator[str]:
-    """Yield lines on why the first of `fitting` is the best; `too_large` is sorted by memory."""
-    best = fitting[0]
+def explain(result: SearchResult, runners_up: Sequence[LayoutEstimate]) -> Iterator[str]:
+    """Yield lines on why the first layout is the best."""
+    best = result.fitting[0]
     yield f"best: {best.description}: {_speed(best)}"
     tight = "tight: " if best.memory.tight else ""
     yield f"  memory: {tight}{describe_memory(best.memory)}"
-    fastest = max(fitting, key=lambda layout: layout.seq_per_s)
+    fastest = max(result.fitting, key=lambda layout: layout.seq_per_s)
     if fastest.memory.tight and fastest is not best:
         yield f"faster, but ranked lower because tight: {fastest.description}: {_speed(fastest)}"
     for layout in runners_up:
         yield f"runner-up: {layout.description}: {_speed(layout)}"
         yield f"  {_slowdown(best, layout)}"
-    faster = [layout for layout in too_large if layout.seq_per_s > best.seq_per_s]
+    faster = [layout for layout in result.too_large if layout.seq_per_s > best.seq_per_s]
     if faster:
         yield (
             f"faster, but too large: {faster[0].description}: {_speed(faster[0])}; "
@@ -92,14 +88,13 @@ def most_refused(refused: Mapping[str, int]) -> list[tuple[str, int]]:
     return sorted(rows, key=lambda row: -row[1])[:_MOST_REASONS]
 
 
-def misfit_reasons(too_large: Sequence[LayoutEstimate], refused: Mapping[str, int]) -> list[str]:
+def misfit_reasons(result: SearchResult) -> list[str]:
     """Return why no layout fits: the smallest one's memory, or the commonest broken rules."""
-    if too_large:
-        return [
-            f"closest to fitting: {too_large[0].description}: {why_too_large(too_large[0].memory)}"
-        ]
+    for layout in result.too_large[:1]:
+        return [f"closest to fitting: {layout.description}: {why_too_large(layout.memory)}"]
     return [
-        f"{format_plural(count, 'layout')}: {reason}" for reason, count in most_refused(refused)
+        f"{format_plural(count, 'layout')}: {reason}"
+        for reason, count in most_refused(result.refused)
     ]
 
 
@@ -119,7 +114,7 @@ def settings(candidate: LayoutEstimate) -> dict[str, int | bool | str | None]:
     }
 
 
-def figures(candidate: LayoutEstimate) -> dict[str, Any]:
+def figures(candidate: LayoutEstimate) -> Json:
     """Return a layout's settings and predictions, named as in `plan --json`."""
     memory = candidate.memory
     return {
@@ -130,7 +125,7 @@ def figures(candidate: LayoutEstimate) -> dict[str, Any]:
         "parts_s": candidate.step.parts(),
         "mfu": candidate.mfu,
         "memory_bytes": memory.peak,
-        "memory": dict(memory.parts),
+        "memory": memory.parts,
         "memory_limit_bytes": memory.limit,
         "fits": candidate.fits,
         "tight": memory.tight,
@@ -161,7 +156,7 @@ class SettingSuggestion:
         speed = format_number(self.best.seq_per_s)
         return f"{' '.join(self.options)}: {self.change}; {speed} seq/s predicted"
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> Json:
         mesh = self.best.mesh
         return {
             "options": self.options,
@@ -181,25 +176,30 @@ def fitting_changes(
     A side on which there is none is left out. Node counts above `LARGEST` are not tried. Arguments
     are those of `search`; with `train.global_batch` fixed, no batches are tried.
     """
+    on_nodes = f"on {format_plural(nodes, 'node')}"
+    requests = (
+        (nodes, _possible_nodes(config, fixed), "--nodes", "", "nodes"),
+        (
+            config.recipe.train.global_batch,
+            _possible_batches(config, nodes, fixed),
+            "--set",
+            "train.global_batch=",
+            f"sequences a step, {on_nodes}",
+        ),
+    )
     changes = []
-    for counts in next_to(nodes, _possible_nodes(config, fixed)):
-        for count in counts:
-            if some_fits(config, count, unsupported, fixed):
-                best = search(config, count, unsupported, fixed).fitting[0]
-                change = f"{format_change(count, nodes)} nodes"
-                options = ("--nodes", str(count))
-                changes.append(SettingSuggestion(options, change, count / nodes, best))
-                break
-    batch, on_nodes = config.recipe.train.global_batch, f"on {format_plural(nodes, 'node')}"
-    for sizes in next_to(batch, _possible_batches(config, nodes, fixed)):
-        for size in sizes:
-            changed = config.with_settings("train", global_batch=size)
-            if some_fits(changed, nodes, unsupported, fixed):
-                best = search(changed, nodes, unsupported, fixed).fitting[0]
-                change = f"{format_change(size, batch)} sequences a step, {on_nodes}"
-                options = ("--set", f"train.global_batch={size}")
-                changes.append(SettingSuggestion(options, change, size / batch, best))
-                break
+    for requested, possible, option, setting, noun in requests:
+        for values in next_to(requested, possible):
+            for value in values:
+                changed, count = config, value
+                if setting:
+                    changed, count = config.with_settings("train", global_batch=value), nodes
+                if some_fits(changed, count, unsupported, fixed):
+                    best = search(changed, count, unsupported, fixed).fitting[0]
+                    change = f"{format_change(value, requested)} {noun}"
+                    options = (option, f"{setting}{value}")
+                    changes.append(SettingSuggestion(options, change, value / requested, best))
+                    break
     return changes
 
 

@@ -9,15 +9,14 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
 from slurmllm.core.config.recipe import ADAMW, Recipe
 from slurmllm.core.config.resolve import RunConfig
 from slurmllm.core.config.rules import choose, divisors
 from slurmllm.core.config.validate import PLANNER
 from slurmllm.core.errors import ConfigError, StorageError
-from slurmllm.core.format import format_plural
-from slurmllm.core.run.rundir import write_atomic
+from slurmllm.core.format import Json, format_plural
+from slurmllm.core.run.rundir import storage_errors, write_atomic
 from slurmllm.core.run.safe_files import read_limited
 
 
@@ -67,11 +66,11 @@ class Mesh:
         return f"TP {self.tensor} × PP {self.pipeline}{chunks} × DP {self.data}"
 
     @property
-    def data_text(self) -> str:
-        """`512`, or `512 (64 copies of 8 shards)`."""
-        if self.replicate == 1:
-            return str(self.data)
-        return f"{self.data} ({self.replicate} copies of {self.shard} shards)"
+    def description(self) -> str:
+        """`tensor 8, pipeline 4 × 2 chunks, data 512 (64 copies of 8 shards)`."""
+        chunks = f" × {self.virtual_pipeline} chunks" if self.virtual_pipeline > 1 else ""
+        copies = f" ({self.replicate} copies of {self.shard} shards)" if self.replicate > 1 else ""
+        return f"tensor {self.tensor}, pipeline {self.pipeline}{chunks}, data {self.data}{copies}"
 
     @property
     def data_axes(self) -> dict[str, int]:
@@ -108,7 +107,7 @@ class Mesh:
         names = ("nodes", "devices_per_node", "world_size")
         return {name: getattr(self, name) for name in names}
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> Json:
         """Return the content of plan.json; null for a micro batch that is not measured yet."""
         values = {**asdict(self), "world_size": self.world_size, "accumulation": self.accumulation}
         if values.pop("unmeasured"):
@@ -322,20 +321,17 @@ def save_mesh(mesh: Mesh, plan: Path) -> None:
 
 def load_mesh(plan: Path) -> Mesh:
     """Return the mesh in a run's plan.json; raises StorageError if it is unreadable or damaged."""
+    fix = "`slurmllm resume` writes it again"
+    with storage_errors(f"cannot read {plan}", fix):
+        content = read_limited(plan)
     try:
-        held = json.loads(read_limited(plan))
+        held = json.loads(content)
         names = [field.name for field in fields(Mesh) if field.name != "unmeasured"]
         # null, a micro batch that is not measured yet, reads as 1; older plans lack later fields.
         values = {name: int(held[name] or 1) for name in names if name in held}
         return Mesh(**values, unmeasured=held["micro_batch"] is None)
-    except OSError as error:
-        raise StorageError(
-            f"cannot read {plan}: {error.strerror or error}; `slurmllm resume` writes it again"
-        ) from error
     except (ValueError, TypeError, LookupError, OverflowError, RecursionError) as error:
-        raise StorageError(
-            f"{plan} is damaged: {error}; `slurmllm resume` writes it again"
-        ) from error
+        raise StorageError(f"{plan} is damaged: {error}; {fix}") from error
 
 
 def _require_shares(config: RunConfig, nodes: int, data: int) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -16,6 +16,7 @@ from slurmllm.core.display.tables import data_frame, print_table
 from slurmllm.core.errors import ConfigError
 from slurmllm.core.format import (
     ABSENT,
+    Json,
     format_count,
     format_days,
     format_dollars,
@@ -26,9 +27,10 @@ from slurmllm.core.format import (
 )
 from slurmllm.plan.choose_layout import changes
 from slurmllm.plan.evidence import STATUS_TEXTS, evidence, evidence_text, network_range
-from slurmllm.plan.explain import figures, most_refused, why_too_large
+from slurmllm.plan.explain import figures, misfit_reasons, most_refused, why_too_large
 from slurmllm.plan.recipe_plan import (
     NodePlan,
+    Plans,
     RecipePlan,
     TrainingForecast,
     fixed_settings,
@@ -44,11 +46,7 @@ _NEAREST = 3  # layouts that do not fit, at most
 _UNKNOWN_COST = "cost unknown: give --price DOLLARS for a node hour"
 
 
-class PlanTable(NamedTuple):
-    """A table of a plan."""
-
-    headings: Sequence[str]
-    rows: Sequence[Sequence[str]]
+PlanTable = tuple[Sequence[str], Sequence[Sequence[str]]]  # headings, rows
 
 
 @dataclass(frozen=True)
@@ -62,9 +60,9 @@ class Plan:
         bests = []
         for point in plan.points():
             best = "nothing fits"
-            if point.candidate is not None and point.forecast is not None:
+            if point.candidate is not None:
                 speed = format_number(point.candidate.seq_per_s)
-                best = f"{speed} seq/s, {_answer(point.candidate, point.forecast)}"
+                best = f"{speed} seq/s, {_answer(plan, point.candidate)}"
             bests.append(f"{format_plural(point.node_plan.nodes, 'node')}: {best}")
         name = f"{plan.config.recipe.name} on {plan.config.cluster.name}"
         return f"<Plan of {name}; {'; '.join(bests)}>"
@@ -81,14 +79,14 @@ class Plan:
             raise ConfigError(f"nothing was planned on {nodes} nodes; choose one of {counts}")
         for layout in filter(None, (plan.best for plan in plans)):
             return layout
-        raise replace(self.recipe_plan, node_plans=tuple(plans)).no_fit_error()
+        raise replace(self.recipe_plan, node_plans=plans).no_fit_error()
 
     def best_config(self, nodes: int | None = None) -> RunConfig:
         """Return the recipe with the layout of `best`, for `submit_run`."""
         config = self.recipe_plan.config
         return change(config, None, changes(config, self.best(nodes)))
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> Json:
         """Return it for JSON, as `slurmllm plan --json` prints it."""
         return plan_json([self.recipe_plan], None, explained=False)
 
@@ -102,7 +100,7 @@ def print_plan(plan: RecipePlan, top: int) -> None:
     (node_plan,) = plan.node_plans
     best = node_plan.fitting[0]
     recipe, mesh = best.config.recipe, best.mesh
-    forecast = plan.forecaster.forecast(best)
+    forecast = plan.forecast(best)
     cost = forecast.cost
     click.echo(
         f"{recipe.name} on {format_plural(mesh.nodes, 'node')} of {best.config.cluster.name}, "
@@ -111,7 +109,7 @@ def print_plan(plan: RecipePlan, top: int) -> None:
         f"{recipe.train.precision}"
     )
     degrees_text = best.mesh.degrees.replace("TP 1 × ", "").replace("PP 1 × ", "")
-    answer = _answer(best, forecast, f", {_UNKNOWN_COST}")
+    answer = _answer(plan, best, f", {_UNKNOWN_COST}")
     status = STATUS_TEXTS[evidence(best).status]
     click.echo(f"{answer}; on {degrees_text}, micro batch {mesh.micro_batch}; {status}")
     if fixed := fixed_settings(plan.config):
@@ -136,7 +134,7 @@ def print_plan(plan: RecipePlan, top: int) -> None:
     facts = {
         "evidence": evidence_text(evidence(best)),
         "data": epochs_text(recipe.data, cost.tokens),
-        "price": plan.forecaster.price,
+        "price": plan.price,
         "waiting": waiting if cost.waiting_usd else None,
         **_lost_time_facts(best, forecast),
     }
@@ -145,9 +143,10 @@ def print_plan(plan: RecipePlan, top: int) -> None:
             click.echo(f"{name:<14} {fact}")
 
 
-def _answer(layout: LayoutEstimate, forecast: TrainingForecast, unknown_cost: str = "") -> str:
+def _answer(plan: RecipePlan, layout: LayoutEstimate, unknown_cost: str = "") -> str:
     """Return `2.4 days (2.1–2.7), 460 node hours, $9,870`, or why the training does not end."""
-    cost, spares = forecast.cost, layout.config.recipe.slurm.spare_nodes
+    forecast, spares = plan.forecast(layout), layout.config.recipe.slurm.spare_nodes
+    cost = forecast.cost
     if forecast.lost_time is None:
         return f"does not finish; {forecast.reason}"
     time = format_days(cost.hours, evidence(layout).hours_interval(cost.hours))
@@ -161,7 +160,7 @@ def layout_tables(plan: RecipePlan, top: int) -> tuple[PlanTable, PlanTable]:
     (node_plan,) = plan.node_plans
     layouts, shares = [], []
     for number, (_, layout) in enumerate(node_plan.top(top), 1):
-        cells = _cells(layout, plan.forecaster.forecast(layout))
+        cells = _cells(plan, layout)
         mark = " *" if layout is node_plan.recipe_layout else ""
         layouts.append({**cells, "#": f"{number}{mark}"})
         total_s = layout.step.total
@@ -176,16 +175,16 @@ def layout_tables(plan: RecipePlan, top: int) -> tuple[PlanTable, PlanTable]:
 def _table(headings: Sequence[str], rows: Sequence[dict[str, str]]) -> PlanTable:
     """Return a table without the columns that are empty in every row."""
     names = [name for name in headings if {row.get(name, ABSENT) for row in rows} - {ABSENT, "0.0"}]
-    return PlanTable(names, [[row.get(name, ABSENT) for name in names] for row in rows])
+    return names, [[row.get(name, ABSENT) for name in names] for row in rows]
 
 
 def _memory_heading(layout: LayoutEstimate) -> str:
     return f"of {layout.memory.limit / GIB:.4g} GiB"
 
 
-def _cells(layout: LayoutEstimate, forecast: TrainingForecast) -> dict[str, str]:
+def _cells(plan: RecipePlan, layout: LayoutEstimate) -> dict[str, str]:
     """Return heading → cell of all tables."""
-    mesh, recipe = layout.mesh, layout.config.recipe
+    mesh, recipe, forecast = layout.mesh, layout.config.recipe, plan.forecast(layout)
     cost, published = forecast.cost, evidence(layout)
     tight = " tight" if layout.memory.tight else ""
     chunks = f" × {mesh.virtual_pipeline}" if mesh.virtual_pipeline > 1 else ""
@@ -221,7 +220,7 @@ def recipe_layout_text(plan: RecipePlan, node_plan: NodePlan) -> str:
         return f"the recipe's own layout cannot be used: {node_plan.recipe_fault}"
     share = format_percent(layout.seq_per_s / node_plan.fitting[0].seq_per_s, 1)
     rank = f"{node_plan.recipe_rank} of {len(node_plan.fitting)}"
-    answer = _answer(layout, plan.forecaster.forecast(layout))
+    answer = _answer(plan, layout)
     return (
         f"the recipe's own layout is {rank} that fit, with {share} of the best one's seq/s: "
         f"{layout.description}; {answer}; "
@@ -261,7 +260,7 @@ def _lost_time_facts(best: LayoutEstimate, forecast: TrainingForecast) -> dict[s
     }
 
 
-def points_table(plans: Sequence[RecipePlan], top: int | None) -> PlanTable:
+def points_table(plans: Plans, top: int | None) -> PlanTable:
     """Return a row for each recipe, cluster profile and node count, or several with `top`."""
     varied = [
         key
@@ -274,8 +273,8 @@ def points_table(plans: Sequence[RecipePlan], top: int | None) -> PlanTable:
         for point in plan.points(top or 1):
             node_plan, layout = point.node_plan, point.candidate
             cells = {"seq/s": "nothing fits"}
-            if layout is not None and point.forecast is not None:
-                cells = _cells(layout, point.forecast)
+            if layout is not None:
+                cells = _cells(plan, layout)
                 cells["scaling"] = format_percent(point.efficiency, 1)
                 mark = " *" if layout is node_plan.recipe_layout else ""
                 cells["#"] = f"{point.row}{mark}"
@@ -285,7 +284,7 @@ def points_table(plans: Sequence[RecipePlan], top: int | None) -> PlanTable:
 
 
 def print_points(
-    recipe_plans: Sequence[RecipePlan],
+    recipe_plans: Plans,
     top: int | None,
     submit: Callable[[RecipePlan, LayoutEstimate], str],
 ) -> None:
@@ -301,53 +300,68 @@ def print_points(
             request = format_plural(node_plan.nodes, "node")
             if len(recipe_plans) > 1:
                 request = f"{plan.config.recipe.name} on {request} of {plan.config.cluster.name}"
-            if point.candidate is None or point.forecast is None:
-                for line in [*node_plan.misfit_reasons[:1], *node_plan.nearest]:
+            if point.candidate is None:
+                for line in [*misfit_reasons(node_plan)[:1], *node_plan.nearest]:
                     click.echo(f"{request}: {line}")
                 continue
-            answer = f"{_answer(point.candidate, point.forecast)}; on {point.candidate.description}"
+            answer = f"{_answer(plan, point.candidate)}; on {point.candidate.description}"
             click.echo(f"{request}: {answer}; {recipe_layout_text(plan, node_plan)}")
             lines = [*evidence(point.candidate).reasons, submit(plan, point.candidate)]
-            epochs = epochs_text(plan.config.recipe.data, point.forecast.cost.tokens)
+            tokens = plan.forecast(point.candidate).cost.tokens
+            epochs = epochs_text(plan.config.recipe.data, tokens)
             for line in filter(None, [*lines, epochs]):
                 click.echo(f"  {line}")
     for line in price_lines(recipe_plans):
         click.echo(line)
 
 
-def price_lines(recipe_plans: Sequence[RecipePlan]) -> list[str]:
+def price_lines(recipe_plans: Plans) -> list[str]:
     """Return the price of each profile."""
-    prices = {plan.config.cluster.name: plan.forecaster.price for plan in recipe_plans}
+    prices = {plan.config.cluster.name: plan.price for plan in recipe_plans}
     return [f"price of {name}: {price or _UNKNOWN_COST}" for name, price in prices.items()]
 
 
-def is_single(plans: Sequence[RecipePlan]) -> bool:
+def is_single(plans: Plans) -> bool:
     return len(plans) == len(plans[0].node_plans) == 1
 
 
-def tables(plans: Sequence[RecipePlan], top: int | None) -> list[PlanTable]:
+def tables(plans: Plans, top: int | None) -> list[PlanTable]:
     if is_single(plans):
         return list(layout_tables(plans[0], top or TOP))
     return [points_table(plans, top)]
 
 
-def csv_rows(plans: Sequence[RecipePlan], top: int | None) -> list[dict[str, Any]]:
+def csv_rows(plans: Plans, top: int | None) -> list[Json]:
     if not is_single(plans):
         return _scaling_json(plans, top or 1)
     (node_plan,) = plans[0].node_plans
     return [
-        {"rank": rank, **_layout_json(node_plan, layout, plans[0].forecaster.forecast(layout))}
+        {"rank": rank, **_layout_json(plans[0], node_plan, layout)}
         for rank, layout in node_plan.top(top or TOP)
     ]
 
 
 POINT_HEADINGS = (
-    *("TP", "PP", "DP", "micro", "checkpointing", "seq/s", "90 %", "evidence", "tokens/s", "MFU"),
-    *("$/h", "tokens/$", "scaling", "tokens", "time", "$"),
+    "TP",
+    "PP",
+    "DP",
+    "micro",
+    "checkpointing",
+    "seq/s",
+    "90 %",
+    "evidence",
+    "tokens/s",
+    "MFU",
+    "$/h",
+    "tokens/$",
+    "scaling",
+    "tokens",
+    "time",
+    "$",
 )
 
 
-def print_assumed(plans: Sequence[RecipePlan]) -> None:
+def print_assumed(plans: Plans) -> None:
     """Print the hardware constants that are assumed, a line for each profile."""
     for name, constants in {plan.config.cluster.name: plan.assumed for plan in plans}.items():
         if constants:
@@ -355,7 +369,7 @@ def print_assumed(plans: Sequence[RecipePlan]) -> None:
             click.echo(f"assumed, not measured: {values} (profile {name})")
 
 
-def plan_json(plans: Sequence[RecipePlan], top: int | None, explained: bool) -> dict[str, Any]:
+def plan_json(plans: Plans, top: int | None, explained: bool) -> Json:
     """Return the --json output. `recipe`, `cluster` and `nodes` are lists only if values differ.
 
     `top` is the maximum number of layouts of each recipe and node count; None: all.
@@ -368,19 +382,19 @@ def plan_json(plans: Sequence[RecipePlan], top: int | None, explained: bool) -> 
         for node_plan in plan.node_plans:
             key = _key_json(plan, node_plan)
             rows["candidates"] += [
-                _layout_json(node_plan, layout, plan.forecaster.forecast(layout))
+                _layout_json(plan, node_plan, layout)
                 for layout in [*node_plan.fitting, *node_plan.too_large][:top]
             ]
             rows["recipe_layouts"].append(
                 {**key, "rank": node_plan.recipe_rank, "fault": node_plan.recipe_fault}
             )
-            rows["refused"].append({**key, "reasons": dict(node_plan.refused)})
+            rows["refused"].append({**key, "reasons": node_plan.refused})
             if node_plan.fitting:
                 explanation += node_plan.explain()
             else:
                 near = [change.to_json() for change in node_plan.nearest]
                 rows["nearest"].append({**key, "would_fit": near})
-    prices = {plan.config.cluster.name: plan.forecaster.price for plan in plans}
+    prices = {plan.config.cluster.name: plan.price for plan in plans}
     document = {
         "recipe": _value_or_list([plan.config.recipe.name for plan in plans]),
         "cluster": _value_or_list([plan.config.cluster.name for plan in plans]),
@@ -397,7 +411,7 @@ def plan_json(plans: Sequence[RecipePlan], top: int | None, explained: bool) -> 
     return document
 
 
-def _key_json(plan: RecipePlan, node_plan: NodePlan) -> dict[str, Any]:
+def _key_json(plan: RecipePlan, node_plan: NodePlan) -> Json:
     config = plan.config
     return {
         "recipe": config.recipe.name,
@@ -411,9 +425,8 @@ def _value_or_list(values: list[Any]) -> Any:
     return different[0] if len(different) == 1 else values
 
 
-def _layout_json(
-    node_plan: NodePlan, layout: LayoutEstimate, forecast: TrainingForecast
-) -> dict[str, Any]:
+def _layout_json(plan: RecipePlan, node_plan: NodePlan, layout: LayoutEstimate) -> Json:
+    forecast = plan.forecast(layout)
     cost, lost, published = forecast.cost, forecast.lost_time, evidence(layout)
     epochs = corpus_epochs(layout.config.recipe.data, cost.tokens)
     return {
@@ -432,7 +445,7 @@ def _layout_json(
         "usd_per_hour": cost.usd_per_hour,
         "reason": None if layout.fits else why_too_large(layout.memory),
         "utilization": lost.effective if lost else 0.0,
-        "losses": dict(lost.shares) if lost else None,
+        "losses": lost and lost.shares,
         "checkpoint_every_steps": lost.interval_steps if lost else None,
         "tokens": cost.tokens,
         "epochs": epochs and epochs[1],
@@ -444,17 +457,18 @@ def _layout_json(
     }
 
 
-def _scaling_json(plans: Sequence[RecipePlan], top: int) -> list[dict[str, Any]]:
-    rows: list[dict[str, Any]] = []
+def _scaling_json(plans: Plans, top: int) -> list[Json]:
+    rows: list[Json] = []
     for plan in plans:
         for point in plan.points(top):
             rows.append({**_key_json(plan, point.node_plan), "rank": point.rank, "fits": False})
-            if point.candidate is not None and point.forecast is not None:
-                rows[-1] |= _layout_json(point.node_plan, point.candidate, point.forecast)
-                hours = point.forecast.hours
+            if point.candidate is not None:
+                forecast = plan.forecast(point.candidate)
+                hours = forecast.hours
                 rows[-1] |= {
+                    **_layout_json(plan, point.node_plan, point.candidate),
                     "scaling_efficiency": point.efficiency,
                     "days": hours and hours / 24,
-                    "node_hours": hours and point.forecast.cost.node_hours,
+                    "node_hours": hours and forecast.cost.node_hours,
                 }
     return rows

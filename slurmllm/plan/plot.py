@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from slurmllm.core.config.cluster import GIB
 from slurmllm.core.display.pictures import (
@@ -17,7 +19,7 @@ from slurmllm.core.display.pictures import (
     rc_context,
 )
 from slurmllm.core.format import format_plural
-from slurmllm.plan.recipe_plan import RecipePlan
+from slurmllm.plan.recipe_plan import Plans, RecipePlan
 from slurmllm.plan.search import LayoutEstimate, MemoryUse
 
 # Okabe and Ito 2008 ("Color universal design"): distinguishable with colour blindness.
@@ -28,15 +30,13 @@ MARKERS = ("o", "s", "^", "D", "v", "P")
 _BARS = 6  # layouts of which the memory is drawn, at most
 
 
-@dataclass(frozen=True)
-class PlanCurve:
+class PlanCurve(NamedTuple):
     """One recipe's best layouts."""
 
     label: str  # the recipe's name
     nodes: Sequence[int]  # node counts, ascending
-    tokens_per_s: Sequence[float]  # throughput of the best layout on each
-    usd: Sequence[float] | None  # dollars to the end of the training on each; None without a price
-    hours: Sequence[float] | None = None  # to the end on each; None if any never reaches it
+    # Panel → value of the best layout on each, if all have one.
+    values: Mapping[str, Sequence[float]]
 
 
 @rc_context(fname=PICTURE_STYLE)
@@ -47,9 +47,10 @@ def picture(curves: Sequence[PlanCurve], layouts: Mapping[str, MemoryUse]) -> Fi
     """
     curves = [curve for curve in curves if len(curve.nodes) > 1]
     panels = {
-        field: [curve for curve in curves if getattr(curve, field) is not None] for field in _PANELS
+        field: with_field
+        for field in _PANELS
+        if (with_field := [curve for curve in curves if field in curve.values])
     }
-    panels = {field: drawn for field, drawn in panels.items() if drawn}
     bars = 1.6 + 0.45 * len(layouts) if layouts else 0.0
     lines = 4.2 if panels else 0.0
     width = 14 if len(panels) == 3 else 11
@@ -65,8 +66,7 @@ def picture(curves: Sequence[PlanCurve], layouts: Mapping[str, MemoryUse]) -> Fi
     return figure
 
 
-# Field of a curve → label of its panel, format of its axis, and the power of the nodes that it
-# follows without loss.
+# Panel → its label, format of its axis, and the power of the nodes that it follows without loss.
 _PANELS = {
     "tokens_per_s": ("tokens/s", "{x:,.0f}", 1),
     "hours": ("hours to the end", "{x:,g}", -1),
@@ -78,7 +78,7 @@ def _draw_panel(axes: Axes, curves: Sequence[PlanCurve], field: str) -> None:
     """Draw a figure over the nodes; logarithmic, with dashed lines of no loss, except dollars."""
     label, number_format, power = _PANELS[field]
     for number, curve in enumerate(curves):
-        values = getattr(curve, field)
+        values = curve.values[field]
         color, marker = COLORS[number % len(COLORS)], MARKERS[number % len(MARKERS)]
         axes.plot(curve.nodes, values, label=curve.label, color=color, marker=marker, lw=1.8)
         if power:
@@ -90,7 +90,7 @@ def _draw_panel(axes: Axes, curves: Sequence[PlanCurve], field: str) -> None:
         axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axes.yaxis.set_minor_locator(NullLocator())
     else:
-        axes.set_ylim(0, 1.1 * max(max(getattr(curve, field)) for curve in curves))
+        axes.set_ylim(0, 1.1 * max(max(curve.values[field]) for curve in curves))
     axes.yaxis.set_major_formatter(StrMethodFormatter(number_format))
     counts = sorted({nodes for curve in curves for nodes in curve.nodes})
     axes.set_xscale("log", base=2)
@@ -103,10 +103,10 @@ def _draw_panel(axes: Axes, curves: Sequence[PlanCurve], field: str) -> None:
 def _draw_memory(figure: SubFigure, layouts: Mapping[str, MemoryUse]) -> None:
     axes: Axes = figure.subplots()
     labels, uses = list(layouts), list(layouts.values())
-    left = [0.0] * len(uses)
+    left = np.zeros(len(uses))
     names = dict.fromkeys(name for use in uses for name in use.parts)
     for number, name in enumerate(names):
-        widths = [use.parts.get(name, 0) / GIB for use in uses]
+        widths = np.array([use.parts.get(name, 0) / GIB for use in uses])
         axes.barh(
             range(len(uses)),
             widths,
@@ -118,7 +118,7 @@ def _draw_memory(figure: SubFigure, layouts: Mapping[str, MemoryUse]) -> None:
             linewidth=0.5,
             label=name.replace("_", " "),
         )
-        left = [begin + width for begin, width in zip(left, widths, strict=True)]
+        left = left + widths
     limits = [use.limit / GIB for use in uses]
     named = f"limit, {limits[0]:.4g} GiB" if len(set(limits)) == 1 else "limit"
     edges = [number - 0.5 for number in range(len(uses) + 1)]
@@ -139,7 +139,7 @@ def _draw_memory(figure: SubFigure, layouts: Mapping[str, MemoryUse]) -> None:
     axes.grid(visible=False, axis="y")
 
 
-def draw(plans: Sequence[RecipePlan], top: int) -> Figure:
+def draw(plans: Plans, top: int) -> Figure:
     """Draw throughput, time and dollars over the nodes, and the memory of the best layouts.
 
     Those of one number of nodes have the numbers of the table's rows, which has `top`.
@@ -158,14 +158,15 @@ def draw(plans: Sequence[RecipePlan], top: int) -> Figure:
 
 
 def _curve(plan: RecipePlan) -> PlanCurve:
-    points = [(p.candidate, p.forecast) for p in plan.points() if p.candidate and p.forecast]
-    figures = {name: [getattr(f, name) for _, f in points] for name in ("usd", "hours")}
-    return PlanCurve(
-        label=plan.config.recipe.name,
-        nodes=[layout.mesh.nodes for layout, _ in points],
-        tokens_per_s=[layout.tokens_per_s for layout, _ in points],
-        **{name: None if None in values else values for name, values in figures.items()},
-    )
+    layouts = [node_plan.best for node_plan in plan.node_plans if node_plan.best]
+    forecasts = [plan.forecast(layout) for layout in layouts]
+    figures: dict[str, list[Any]] = {
+        "tokens_per_s": [layout.tokens_per_s for layout in layouts],
+        "hours": [forecast.hours for forecast in forecasts],
+        "usd": [forecast.usd for forecast in forecasts],
+    }
+    known = {name: values for name, values in figures.items() if None not in values}
+    return PlanCurve(plan.config.recipe.name, [layout.mesh.nodes for layout in layouts], known)
 
 
 def _label(layout: LayoutEstimate) -> str:

@@ -5,14 +5,12 @@ from __future__ import annotations
 import datetime
 import math
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 from decimal import Decimal
-from typing import Any
 
 from slurmllm.core.config.resolve import RunConfig
 from slurmllm.core.errors import UserError
-from slurmllm.core.format import printable
+from slurmllm.core.format import Json, printable
 from slurmllm.plan.search import LayoutEstimate
 
 _HOUR_S = 3600.0
@@ -39,7 +37,7 @@ class NodePrice:
         dated = f", {self.date}" if self.date else ""
         return printable(f"${self.usd:,.2f} per node hour{dated} ({self.source})")
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self) -> Json:
         return {"usd_per_node_hour": self.usd, "date": self.date, "source": self.source}
 
     def warnings(self, cluster: str, today: datetime.date | None = None) -> list[str]:
@@ -129,14 +127,6 @@ def cost(
     return Cost(
         steps, steps * a_step, hours, node_hours, usd, waiting_usd, usd_per_hour, tokens_per_usd
     )
-
-
-def scaling(rows: Sequence[tuple[int, float]]) -> list[float]:
-    """Return throughput per node relative to the fewest nodes', of (nodes, throughput of all)."""
-    if not rows:
-        return []
-    fewest, base = min(rows)
-    return [throughput / nodes * fewest / base for nodes, throughput in rows]
 
 
 def parse_tokens(value: str) -> int:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from slurmllm.core.config.resolve import RunConfig
 from slurmllm.core.errors import ConfigError, UserError
-from slurmllm.core.format import format_plural
+from slurmllm.core.format import Texts, format_plural
 from slurmllm.plan.evidence import evidence, generations, runs_on
 from slurmllm.plan.explain import (
     SettingSuggestion,
@@ -39,17 +39,13 @@ _MOST_NODES = 65536
 
 
 @dataclass(frozen=True)
-class NodePlan:
-    """All layouts of a recipe on one number of nodes."""
+class NodePlan(SearchResult):
+    """All layouts of a recipe on one number of nodes, the recipe's own included."""
 
     nodes: int
-    refused: Mapping[str, int]  # reason → number of layouts that were not considered
     # The recipe's own layout; why it is impossible; None if the recipe leaves it to the planner.
     recipe_layout: LayoutEstimate | str | None
-    # All layouts that fit into memory, the recipe's own included, the best first.
-    fitting: tuple[LayoutEstimate, ...]
-    too_large: tuple[LayoutEstimate, ...]  # all that do not, smallest first
-    nearest: tuple[SettingSuggestion, ...]  # what would fit; empty if a layout does
+    nearest: Sequence[SettingSuggestion]  # what would fit; empty if a layout does
 
     @property
     def best(self) -> LayoutEstimate | None:
@@ -85,11 +81,7 @@ class NodePlan:
     def explain(self) -> list[str]:
         """Return lines on why the first layout is the best."""
         runners_up = [layout for _, layout in self.top(3)[1:]]
-        return list(explain(self.fitting, runners_up, self.too_large))
-
-    @property
-    def misfit_reasons(self) -> list[str]:
-        return misfit_reasons(self.too_large, self.refused)
+        return list(explain(self, runners_up))
 
     @property
     def meshes_too_large(self) -> list[str]:
@@ -131,11 +123,38 @@ class TrainingForecast:
 
 
 @dataclass(frozen=True)
-class Forecaster:
-    """Forecasts of time, dollars and lost time for layouts of one recipe."""
+class ScalingPoint:
+    """A layout of a recipe on a number of nodes."""
 
+    node_plan: NodePlan
+    rank: int = 1  # 1: the fastest on these nodes
+    row: int = 1  # its number among those that are shown of these nodes
+    candidate: LayoutEstimate | None = None  # None if nothing fits
+    # Throughput per node, relative to that on the smallest node count on which a layout fits.
+    efficiency: float = 0.0
+
+
+@dataclass(frozen=True)
+class RecipePlan:
+    """The plans of one recipe."""
+
+    config: RunConfig
+    unsupported: Unsupported  # returns why the backend cannot train a configuration
     price: NodePrice | None  # what a node costs; None if that is unknown
     tokens: int | None  # tokens to train on; None: the recipe's own steps
+    node_plans: Sequence[NodePlan]  # one for each node count, ascending
+    # How the command line names recipe and profile; None: the default profile.
+    recipe: str = ""
+    cluster: str | None = None
+
+    @property
+    def fits(self) -> bool:
+        return any(plan.fitting for plan in self.node_plans)
+
+    def choice(self, nodes: int) -> LayoutEstimate:
+        """Return the layout that `submit` would choose on a number of nodes on which one fits."""
+        fitting = next(plan.fitting for plan in self.node_plans if plan.nodes == nodes)
+        return min(fitting, key=order)
 
     def forecast(self, candidate: LayoutEstimate) -> TrainingForecast:
         price = None if self.price is None else self.price.usd
@@ -151,51 +170,16 @@ class Forecaster:
         real = cost(candidate, self.tokens, price, lost.effective, lost.goodput, paid)
         return TrainingForecast(real, lost)
 
-
-@dataclass(frozen=True)
-class ScalingPoint:
-    """A layout of a recipe on a number of nodes."""
-
-    node_plan: NodePlan
-    rank: int = 1  # 1: the fastest on these nodes
-    row: int = 1  # its number among those that are shown of these nodes
-    candidate: LayoutEstimate | None = None  # None if nothing fits
-    forecast: TrainingForecast | None = None  # its forecast; None if nothing fits
-    # Throughput per node, relative to that on the smallest node count on which a layout fits.
-    efficiency: float = 0.0
-
-
-@dataclass(frozen=True)
-class RecipePlan:
-    """The plans of one recipe."""
-
-    config: RunConfig
-    unsupported: Unsupported  # returns why the backend cannot train a configuration
-    forecaster: Forecaster
-    node_plans: tuple[NodePlan, ...]  # one for each node count, ascending
-    # How the command line names recipe and profile; None: the default profile.
-    recipe: str = ""
-    cluster: str | None = None
-
-    @property
-    def fits(self) -> bool:
-        return any(plan.fitting for plan in self.node_plans)
-
-    def choice(self, nodes: int) -> LayoutEstimate:
-        """Return the layout that `submit` would choose on a number of nodes on which one fits."""
-        fitting = next(plan.fitting for plan in self.node_plans if plan.nodes == nodes)
-        return min(fitting, key=order)
-
     @property
     def warnings(self) -> list[str]:
-        name, price, warnings = self.config.cluster.name, self.forecaster.price, list[str]()
+        name, warnings = self.config.cluster.name, list[str]()
         if known_hardware(self.config).rough:
             warnings.append(
                 f"the hardware figures of profile {name} are a guess: measure them with `slurmllm "
                 f"calibrate --cluster {name} --out FILE.yaml`, then plan with --cluster FILE.yaml"
             )
-        if price is not None:
-            warnings += price.warnings(name)
+        if self.price is not None:
+            warnings += self.price.warnings(name)
         return warnings + dense_mask_warning(self.config)
 
     @property
@@ -213,8 +197,7 @@ class RecipePlan:
             for row, (rank, layout) in enumerate(ranked, 1):
                 speed = layout.seq_per_s / plan.nodes
                 base = speed if base is None else base
-                forecast = self.forecaster.forecast(layout)
-                points.append(ScalingPoint(plan, rank, row, layout, forecast, speed / base))
+                points.append(ScalingPoint(plan, rank, row, layout, speed / base))
             if not plan.fitting:
                 points.append(ScalingPoint(plan))
         return points
@@ -248,10 +231,13 @@ class RecipePlan:
                 make_mesh(self.config, plan.nodes)
             except ConfigError as error:
                 return error.faults
-        return plan.misfit_reasons
+        return misfit_reasons(plan)
 
 
-def plan_warnings(plans: Sequence[RecipePlan]) -> list[str]:
+Plans = Sequence[RecipePlan]
+
+
+def plan_warnings(plans: Plans) -> list[str]:
     """Return the warnings of all plans, and one if they compare software of different years."""
     warnings = [warning for plan in plans for warning in plan.warnings]
     profiles: dict[str, list[str]] = {}  # generation of software → profiles of GPUs
@@ -305,7 +291,7 @@ def plan_recipe(
     for count in counts:
         node_plans.append(_plan_nodes(config, count, unsupported, rank))
         on_planned()
-    return RecipePlan(config, unsupported, Forecaster(price, tokens), tuple(node_plans))
+    return RecipePlan(config, unsupported, price, tokens, node_plans)
 
 
 def _plan_nodes(config: RunConfig, nodes: int, unsupported: Unsupported, rank: Rank) -> NodePlan:
@@ -324,7 +310,7 @@ def _plan_nodes(config: RunConfig, nodes: int, unsupported: Unsupported, rank: R
         # Stable: without published runs, the order of the predictions is kept.
         fitting.sort(key=lambda layout: -((evidence(layout).interval or (0.0,))[0]))
     near = [] if fitting else fitting_changes(config, nodes, unsupported, fixed)
-    return NodePlan(nodes, result.refused, layout, tuple(fitting), tuple(too_large), tuple(near))
+    return NodePlan(fitting, too_large, result.refused, nodes, layout, near)
 
 
 def _recipe_layout(
@@ -347,7 +333,7 @@ def _recipe_layout(
     return max(fitting or same or [predicted], key=lambda layout: layout.seq_per_s)
 
 
-def fixed_settings(config: RunConfig) -> tuple[str, ...]:
+def fixed_settings(config: RunConfig) -> Texts:
     """Return the settings of `VARIED` that the user has fixed, which the search does not vary.
 
     A setting is fixed by --set or, in a recipe with `parallel: auto`, by a value of its own there.

@@ -60,8 +60,8 @@ Unsupported = Callable[[RunConfig], Sequence[str]]
 class SearchResult:
     """The layouts of a run on a number of nodes."""
 
-    fitting: tuple[LayoutEstimate, ...]  # layouts that fit into memory, the best first
-    too_large: tuple[LayoutEstimate, ...]  # layouts that do not, smallest first
+    fitting: Sequence[LayoutEstimate]  # layouts that fit into memory, the best first
+    too_large: Sequence[LayoutEstimate]  # layouts that do not, smallest first
     refused: Mapping[str, int]  # Reason → number of layouts that were not considered
 
 
@@ -106,8 +106,8 @@ def search(
                 too_large.append(candidate)
                 overflows = True
     return SearchResult(
-        tuple(sorted(fitting, key=order)),
-        tuple(sorted(too_large, key=lambda layout: layout.memory.peak)),
+        sorted(fitting, key=order),
+        sorted(too_large, key=lambda layout: layout.memory.peak),
         dict(refused.most_common()),
     )
 
@@ -174,7 +174,7 @@ def model_degrees(
         stages = [p for p in divisors(recipe.model.num_layers) if tensor * p <= world]
         if "parallel.pipeline" in fixed:
             stages = [recipe.parallel.pipeline]
-        yield from ((tensor, pipeline) for pipeline in stages)
+        yield from product([tensor], stages)
 
 
 def _layouts(
@@ -330,7 +330,7 @@ def predict(config: RunConfig, mesh: Mesh) -> LayoutEstimate:
     if config.backend == "nxd":
         parts = [neuron_memory(config, mesh, rank) for rank in stages]
     else:
-        parts = [worker_memory(config, mesh, rank).parts() for rank in stages]
+        parts = [worker_memory(config, mesh, rank) for rank in stages]
     return LayoutEstimate(
         config=config,
         mesh=mesh,

@@ -139,7 +139,7 @@ def with_options(message: str, *overrides: str) -> RunConfig:
 
 def test_a_good_mesh_is_passed() -> None:
     result = fit_of(configured(), 4)
-    assert (result.refusals, result.warnings, result.chosen) == ((), (), False)
+    assert (result.refusals, result.warnings, result.chosen) == ((), [], False)
     shown = json.loads(json.dumps(result.to_json()))
     assert shown["best"]["seq_per_s"] * SLOW <= shown["seq_per_s"]
     assert sum(shown["memory"].values()) == shown["memory_bytes"] <= shown["memory_limit_bytes"]
@@ -155,7 +155,7 @@ def test_a_mesh_far_from_the_best_is_warned_of() -> None:
     assert result.candidate.seq_per_s < SLOW * present(result.best).seq_per_s
     assert re.search(r"[\d.]+ seq/s predicted, \d+ % of the best on these nodes: --set", message)
     better = fit_of(with_options(message, *WASTEFUL), 8)
-    assert better.warnings == ()
+    assert better.warnings == []
     assert better.candidate.seq_per_s == pytest.approx(present(result.best).seq_per_s)
     # What training is like is not the planner's to change.
     assert "train." not in message
@@ -171,7 +171,7 @@ def test_a_mesh_that_does_not_fit_is_refused() -> None:
     assert remedied.candidate.fits
     assert remedied.refusals == ()
     forced = fit_of(config, 4, force=True)
-    assert (forced.refusals, forced.warnings) == ((), (why,))
+    assert (forced.refusals, forced.warnings) == ((), [why])
 
 
 def test_more_nodes_are_named_where_nothing_fits_these() -> None:
@@ -186,7 +186,7 @@ def test_rough_figures_refuse_nothing() -> None:
         ("backend=rehearsal", WASTEFUL),
     ):
         result = fit_of(configured(why, *overrides), 8)
-        assert (result.refusals, result.warnings, result.best) == ((), (), None)
+        assert (result.refusals, result.warnings, result.best) == ((), [], None)
         assert result.line().endswith("by rough figures") == result.rough == ("rough" in why)
 
 

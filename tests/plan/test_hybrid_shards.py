@@ -2,6 +2,7 @@
 
 import itertools
 import re
+from dataclasses import replace
 from functools import lru_cache
 from itertools import pairwise
 
@@ -154,7 +155,7 @@ def test_any_order_is_explained_by_its_own_figures(data: st.DataObject) -> None:
     first = data.draw(st.integers(0, len(result.fitting) - 1))
     ranked = result.fitting[first:]
     best = ranked[0]
-    lines = list(explain(ranked, ranked[1:3], result.too_large))
+    lines = list(explain(replace(result, fitting=ranked), ranked[1:3]))
     assert lines[0].startswith(f"best: {best.description}: {best.seq_per_s:.4g} seq/s")
     assert sum(line.startswith("runner-up: ") for line in lines) == len(ranked[1:3])
     for line in lines:
@@ -166,7 +167,7 @@ def test_any_order_is_explained_by_its_own_figures(data: st.DataObject) -> None:
 def test_a_runner_up_is_slower_by_the_parts_that_are_named(case: tuple[str, int, str]) -> None:
     result = plan(*case)
     by_name = {item.description: item for item in result.fitting}
-    lines = explain(result.fitting, result.fitting[1:3], result.too_large)
+    lines = explain(result, result.fitting[1:3])
     best = result.fitting[0]
     for line, following in pairwise(lines):
         if not line.startswith("runner-up: "):

@@ -70,8 +70,9 @@ def table1(path: Path) -> str:
         nodes = [row.mesh.nodes for row in of_model]
         speeds = [row.measured * row.config.recipe.model.seq_len for row in of_model]
         ours = [speed * left_out[row.name] for speed, row in zip(speeds, of_model, strict=True)]
-        curves.append(PlanCurve(f"{model}, published", nodes, speeds, None))
-        curves.append(PlanCurve(f"{model}, slurmllm plan", nodes, ours, None))
+        curves.append(PlanCurve(f"{model}, published", nodes, {"tokens_per_s": speeds}))
+        planned = {"tokens_per_s": ours}
+        curves.append(PlanCurve(f"{model}, slurmllm plan", nodes, planned))
     write_picture(scaling_picture(curves, {}), path, _FIX)
     return _table(
         "model, nodes, TP, PP, seq/s published, predicted, ratio, tokens/$ published, predicted",

@@ -27,7 +27,7 @@ from slurmllm.core.run.artifact_records import DataRecord
 from slurmllm.core.run.records import CONTINUES, AttemptRecord, Event
 from slurmllm.plan.mesh import Mesh
 from slurmllm.plan.parameters import parameters
-from slurmllm.plan.prices import NodePrice, scaling
+from slurmllm.plan.prices import NodePrice
 from slurmllm.plan.step import flops_utilization
 
 if TYPE_CHECKING:
@@ -88,14 +88,14 @@ class RunFacts:
     curve: Curve | None = None  # metrics; None if there are none
     mesh: Mesh | None = None  # the mesh of the last submission
     # attempts of both stages, in the order of their starts
-    attempts: tuple[AttemptRecord, ...] = ()
+    attempts: Sequence[AttemptRecord] = ()
     cancelled: bool = False  # whether the last submission was cancelled
     used: Utilization | None = None  # node hours; None for a log of another framework
-    lost: tuple[FailureRecovery, ...] = ()  # one per failure
+    lost: Sequence[FailureRecovery] = ()  # one per failure
     # throughput by node count, the count with the most steps first
-    rates: tuple[Rate, ...] = ()
-    saved: tuple[CheckpointFacts, ...] = ()  # checkpoints, removed ones included
-    scores: tuple[ScoreTable, ...] = ()  # evaluation scores of its checkpoints
+    rates: Sequence[Rate] = ()
+    saved: Sequence[CheckpointFacts] = ()  # checkpoints, removed ones included
+    scores: Sequence[ScoreTable] = ()  # evaluation scores of its checkpoints
     spikes: SpikeAnalysis | None = None
     # with the first run that has a loss; a text if they cannot be compared
     comparison: Comparison | str | None = None
@@ -104,13 +104,13 @@ class RunFacts:
     data: DataRecord | None = None  # the corpora that it read
     # name → version on its nodes, with commas if nodes differ
     versions: Mapping[str, str] = field(default_factory=dict)
-    events: tuple[Event, ...] = ()  # events, oldest first
+    events: Sequence[Event] = ()  # events, oldest first
     price: NodePrice | None = None
     warnings: Texts = ()  # unreadable files and other doubts
 
     @property
-    def train(self) -> tuple[AttemptRecord, ...]:
-        return tuple(attempt for attempt in self.attempts if attempt.stage == "train")
+    def train(self) -> list[AttemptRecord]:
+        return [attempt for attempt in self.attempts if attempt.stage == "train"]
 
     @property
     def state(self) -> State:
@@ -207,8 +207,11 @@ class RunFacts:
         if not self.curve:
             return None
         _, values = self.curve.series(metric)
-        finite = values[abs(values) < float("inf")]
+        finite = values[np.isfinite(values)]
         return float(finite[-1]) if len(finite) else None
+
+
+Runs = Sequence[RunFacts]
 
 
 class ScalingRow(NamedTuple):
@@ -262,11 +265,11 @@ def throughput_by_nodes(
     curve: Curve,
     sizes: Mapping[int, tuple[int, int]],
     config: RunConfig | None,
-    usd_per_node_hour: float | None,
+    usd: float | None,
 ) -> list[Rate]:
     """Return the throughput by node count, the count with the most steps first.
 
-    `sizes` has the nodes and workers of each attempt, if known.
+    `sizes` has the nodes and workers of each attempt, if known; `usd` is the price of a node hour.
     """
     sequences, tokens = per_s(curve)
     # A curve may begin later than step 1: the first 500 of the steps that it has.
@@ -283,7 +286,6 @@ def throughput_by_nodes(
         seq_per_s, mfu = _reduce(np.mean, sequences, rows), None
         if config and workers and seq_per_s:
             mfu = flops_utilization(config, workers, seq_per_s)
-        usd = usd_per_node_hour
         rates.append(
             Rate(
                 nodes=nodes,
@@ -323,7 +325,7 @@ def per_s(curve: Curve) -> tuple[Floats | None, Floats | None]:
     return sequences, tokens
 
 
-def scaling_rows(runs: Sequence[RunFacts]) -> list[ScalingRow]:
+def scaling_rows(runs: Runs) -> list[ScalingRow]:
     """Return one row per run and node count, grouped by model, the fewest nodes first.
 
     A run without logged throughput has no row.
@@ -341,11 +343,10 @@ def scaling_rows(runs: Sequence[RunFacts]) -> list[ScalingRow]:
     rows = []
     for group in groups.values():
         group.sort(key=lambda row: row.rate.nodes or 0)
-        efficiencies = iter(
-            scaling([(nodes, s) for row in group if (nodes := row.rate.nodes) and (s := row.speed)])
-        )
-        rows += [
-            row._replace(efficiency=next(efficiencies)) if row.rate.nodes and row.speed else row
-            for row in group
-        ]
+        measured = [(n, s) for row in group if (n := row.rate.nodes) and (s := row.speed)]
+        fewest, base = min(measured, default=(1, 1.0))
+        for row in group:
+            if row.rate.nodes and row.speed:
+                row = row._replace(efficiency=row.speed / row.rate.nodes * fewest / base)
+            rows.append(row)
     return rows

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from slurmllm.analysis.evaluate.scores import ScoreTable
-from slurmllm.analysis.report.facts import FIRST_STEPS, RunFacts, ScalingRow
+from slurmllm.analysis.evaluate.scores import ScoreTable, with_error
+from slurmllm.analysis.report.facts import FIRST_STEPS, RunFacts, Runs, ScalingRow
 from slurmllm.analysis.status.recoveries import RECOVERY_PHASES, FailureRecovery, sum_by_ending
 from slurmllm.analysis.status.utilization import Utilization, sum_utilization
 from slurmllm.core.config.load import LenientConfig
@@ -30,7 +30,6 @@ from slurmllm.core.format import (
     format_utc,
 )
 from slurmllm.core.run.records import TIME_PARTS
-from slurmllm.plan.mesh import Mesh
 
 _NUMBER = re.compile(
     r"^(-|never|(× )?[-+]?[\d.,]+(e[-+]?\d+)?( ?(%|[kMGT]?B|[KMBT]))?"
@@ -39,8 +38,9 @@ _NUMBER = re.compile(
 _SHOWN_REMOVED = 50
 _SHOWN_CHECKPOINTS = 5
 _SHOWN_RECOVERIES = 20
+Column = tuple[str, Callable[[Any], str]]  # name of a value, and its form
 # Heading → key of `ScalingRow.to_json`, and the form of its values
-_SCALING: Mapping[str, tuple[str, Callable[[Any], str]]] = {
+_SCALING: Mapping[str, Column] = {
     "run": ("run", str),
     "model": ("recipe", lambda name: name or ABSENT),
     "parameters": ("parameters", format_count),
@@ -59,7 +59,7 @@ _SCALING: Mapping[str, tuple[str, Callable[[Any], str]]] = {
     "scaling": ("scaling_efficiency", lambda share: format_percent(share, 1)),
 }
 # Heading → field of `Utilization`, and the form of its values; without a price no dollars
-_UTILIZATION: Mapping[str, tuple[str, Callable[[Any], str]]] = {
+_UTILIZATION: Mapping[str, Column] = {
     "effective utilization": ("effective", format_percent),
     "wall time, h": ("wall_hours", format_hours),
     "  in the queue": ("queue_hours", format_hours),
@@ -129,21 +129,19 @@ def verdict(facts: RunFacts) -> str:
         parts.append(f"loss {format_number(facts.loss)}")
     if facts.rate and facts.rate.seq_per_s is not None:
         parts.append(f"{format_number(facts.rate.seq_per_s)} seq/s")
-    sentence = f"{', '.join(parts)}."
+    more = []
     if facts.kind == "run" and facts.train:
         classes = sorted({recovery.ending.replace("_", " ") for recovery in facts.lost})
-        sentence += f" {format_plural(facts.restarts, 'restart')}"
-        sentence += f" ({', '.join(classes)})" if classes and facts.restarts else ""
+        named = f" ({', '.join(classes)})" if classes and facts.restarts else ""
+        more.append(f"{format_plural(facts.restarts, 'restart')}{named}")
     if facts.used and facts.used.node_hours:
-        sentence += f"; {format_hours(facts.used.node_hours)} node hours"
+        more.append(f"{format_hours(facts.used.node_hours)} node hours")
         if facts.usd is not None:
-            sentence += f", ${format_dollars(facts.usd)}"
+            more[-1] += f", ${format_dollars(facts.usd)}"
         if facts.used.steps:
-            sentence += f", of which {format_percent(facts.used.effective)} trained"
-        sentence += "."
-    elif not sentence.endswith("."):
-        sentence += "."
-    return sentence
+            more[-1] += f", of which {format_percent(facts.used.effective)} trained"
+    sentences = (", ".join(parts), "; ".join(more))
+    return " ".join(f"{sentence}." for sentence in sentences if sentence)
 
 
 def throughput(facts: RunFacts) -> Figures:
@@ -194,7 +192,9 @@ def setting(facts: RunFacts) -> Figures:
         "model": family and f"{family}, {_layers(config)}",
         "parameters": format_integer(facts.parameters),
         "sequence length": format_integer(config.count("model.seq_len")),
-        "mesh": _format_mesh(mesh) if mesh else None,
+        "mesh": (
+            f"{mesh.description}: {format_plural(mesh.world_size, 'worker')}" if mesh else None
+        ),
         "global batch": format_integer(config.count("train.global_batch")),
         "micro batch × accumulation": (
             f"{mesh.micro_batch} × {mesh.accumulation}" if mesh and not mesh.unmeasured else None
@@ -225,14 +225,7 @@ def _layers(config: LenientConfig) -> str:
     return f"{layers} layers, hidden size {hidden}, {heads} heads"
 
 
-def _format_mesh(mesh: Mesh) -> str:
-    stages = f" × {mesh.virtual_pipeline} chunks" if mesh.virtual_pipeline > 1 else ""
-    workers = format_plural(mesh.world_size, "worker")
-    data = f"data {mesh.data_text}"
-    return f"tensor {mesh.tensor}, pipeline {mesh.pipeline}{stages}, {data}: {workers}"
-
-
-def by_column(runs: Sequence[RunFacts], figures: Callable[[RunFacts], Figures]) -> Table:
+def by_column(runs: Runs, figures: Callable[[RunFacts], Figures]) -> Table:
     """Return a table of one column per run, without rows that no run has a value for."""
     columns = [figures(facts) for facts in runs]
     rows = []
@@ -293,23 +286,17 @@ def scores_table(scores: ScoreTable) -> Table:
     steps = scores.steps[-_SHOWN_CHECKPOINTS:]
     models = list(dict.fromkeys(name for row in scores.rows for name in row.references))
     columns = [f"step {format_integer(step)}" for step in steps]
-    rows = []
-    for row in scores.rows:
-        values = [format_number(row.scores.get(step)) for step in steps]
-        errors = [row.errors.get(step) for step in steps]
-        rows.append(
-            (
-                row.group,
-                row.name,
-                format_integer(row.shots),
-                row.metric,
-                *(
-                    value if error is None or value == ABSENT else f"{value} ± {error:.2g}"
-                    for value, error in zip(values, errors, strict=True)
-                ),
-                *(row.published(model, steps, format_number) for model in models),
-            )
+    rows = [
+        (
+            row.group,
+            row.name,
+            format_integer(row.shots),
+            row.metric,
+            *(with_error(format_number(row.scores.get(s)), row.errors.get(s)) for s in steps),
+            *(row.published(model, steps, format_number) for model in models),
         )
+        for row in scores.rows
+    ]
     tokens = ", ".join(
         f"step {format_integer(step)}: {format_count(scores.tokens[step])} tokens"
         for step in steps
