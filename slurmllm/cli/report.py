@@ -15,7 +15,7 @@ from slurmllm.core.format import Texts, format_names, format_number, format_perc
 from slurmllm.core.run.rundir import find_run, find_sweep
 
 if TYPE_CHECKING:
-    from slurmllm.analysis.report.facts import RunFacts
+    from slurmllm.analysis.report.facts import Runs
     from slurmllm.analysis.report.tables import Table
     from slurmllm.analysis.status.runs import RankedRun, SweepState
     from slurmllm.core.slurm.client import SlurmClient
@@ -104,7 +104,7 @@ def report(
         raise failure
 
 
-def _write(runs: Sequence[RunFacts], page: Path, rankings: Rankings) -> StorageError | None:
+def _write(runs: Runs, page: Path, rankings: Rankings) -> StorageError | None:
     """Write the page; return the error if that fails."""
     from slurmllm.analysis.report.tables import Table
     from slurmllm.analysis.report.write import write_report
@@ -146,11 +146,11 @@ def _locate(
     return rankings, list(dict.fromkeys(paths))
 
 
-def _print(runs: Sequence[RunFacts]) -> None:
+def _print(runs: Runs) -> None:
     """Print the tables, and each run's warnings."""
     from slurmllm.analysis.report import tables
     from slurmllm.analysis.report.facts import scaling_rows
-    from slurmllm.analysis.report.write import comparison_texts
+    from slurmllm.analysis.report.write import compared_runs
 
     def show(table: Table, before: str = "") -> None:
         click.echo(before)
@@ -160,8 +160,8 @@ def _print(runs: Sequence[RunFacts]) -> None:
 
     for facts in runs:
         click.echo(f"{facts.name}: {tables.verdict(facts)}")
-    for comparison, title in comparison_texts(runs):
-        click.echo(f"{title}: {comparison}")
+    for title, verdict, _ in compared_runs(runs):
+        click.echo(f"{title}: {verdict}")
     # Logs of other frameworks have no node hours.
     used = {facts.name: facts.used for facts in runs if facts.used is not None}
     if used:

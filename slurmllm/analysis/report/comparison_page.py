@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
 from slurmllm.analysis.compare.plot import LABELS, Drawn, align
 from slurmllm.analysis.compare.result import Comparison
-from slurmllm.analysis.report.facts import RunFacts
+from slurmllm.analysis.report.facts import RunFacts, Runs
 from slurmllm.analysis.report.figures import (
     CurveFigure,
-    CurvePositions,
+    DrawnRun,
     PlotData,
     figures,
-    run_line,
 )
 from slurmllm.analysis.report.tables import Table
 from slurmllm.analysis.report.write import (
     Block,
-    Bullets,
+    Blocks,
     Paragraph,
     causes_tables,
     filled,
@@ -62,7 +61,7 @@ def write_comparison(
     for name in LABELS:
         if of_metric := [c.metrics[name] for c in comparisons if name in c.metrics]:
             bit_identical = all(metric.bit_identical for metric in of_metric)
-            differences.append(_difference(runs, a, drawn, name, bit_identical))
+            differences.append(_difference(runs, drawn, name, bit_identical))
     differences.sort(key=lambda block: isinstance(block, Paragraph))
     sections = filled(
         {
@@ -77,9 +76,7 @@ def write_comparison(
     write_page(page, title, sections)
 
 
-def _verdicts(
-    runs: Sequence[RunFacts], comparisons: Sequence[Comparison], metrics: Sequence[Table]
-) -> Iterator[Block]:
+def _verdicts(runs: Runs, comparisons: Sequence[Comparison], metrics: Sequence[Table]) -> Blocks:
     for facts, comparison, table in zip(runs[1:], comparisons, metrics, strict=True):
         title = f"{facts.name} compared with {runs[0].name}"
         yield Paragraph(f"{comparison.verdict}: {comparison.reason}", strong=title)
@@ -89,12 +86,10 @@ def _verdicts(
             same = "the same in both runs"
             yield Paragraph("; ".join(comparison.data.differences) or same, strong="data")
         if comparison.warnings:
-            yield Bullets(comparison.warnings)
+            yield comparison.warnings
 
 
-def _difference(
-    runs: Sequence[RunFacts], a: Curve, drawn: Sequence[Drawn], metric: str, bit_identical: bool
-) -> Block:
+def _difference(runs: Runs, drawn: Sequence[Drawn], metric: str, bit_identical: bool) -> Block:
     """Return the plot of a metric's relative differences; or a sentence, if none."""
     limit = drawn[0].tolerance(metric)
     figure = CurveFigure("relative difference", log=True, limit=limit)
@@ -102,8 +97,8 @@ def _difference(
         points, values = each.differences(metric)
         if not np.isnan(values).all():
             rows = thin_rows(values, _MAX_ROWS)
-            axes = CurvePositions(a).select_steps(a, points.steps[rows])
-            figure.add(run_line(runs, number, len(rows)), axes, values[rows])
+            axes = DrawnRun(runs, 0).select_steps(points.steps[rows])
+            figure.add(DrawnRun(runs, number).line(len(rows)), axes, values[rows])
     title = LABELS[metric].split(" (")[0].capitalize()
     if not figure.traces:
         reason = "every difference is 0" if bit_identical else "none is a finite number above 0"

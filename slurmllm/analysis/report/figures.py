@@ -18,8 +18,8 @@ import numpy as np
 import yaml
 
 from slurmllm.analysis.evaluate.scores import HELD_OUT
-from slurmllm.analysis.report.facts import RunFacts, per_s, scaling_rows
-from slurmllm.core.format import Json, Values, format_number
+from slurmllm.analysis.report.facts import RunFacts, Runs, ScalingRow, per_s, scaling_rows
+from slurmllm.core.format import Json, Values, format_number, format_percent
 from slurmllm.core.metrics.curves import VAL_LOSS, Curve, Floats, Ints, piece_means, thin_rows
 from slurmllm.core.run.records import TIME_PARTS
 
@@ -87,20 +87,18 @@ class CurveFigure:
         if self.top is not None:
             linear["yaxis.range"] = y_axis["range"] = [0.0, self.top]
         logarithmic = {"yaxis.type": "log", "yaxis.autorange": True}
-        menus = [
-            [
-                _button(name, "update", {"x": x}, {"xaxis.title.text": _AXIS_TITLES[name]})
-                for name, x in positions.items()
-            ],
-            [_button("linear", "relayout", linear), _button("log", "relayout", logarithmic)],
+        of_x = [
+            _button(name, "update", {"x": x}, {"xaxis.title.text": _AXIS_TITLES[name]})
+            for name, x in positions.items()
         ]
+        of_y = [_button("linear", "relayout", linear), _button("log", "relayout", logarithmic)]
         return _figure(
             self.traces,
             {"title": {"text": _AXIS_TITLES[names[0]]}},
             y_axis,
             hovermode="x unified",
             shapes=[_LOOK["limit"] | {"y0": self.limit, "y1": self.limit}] if self.limit else [],
-            updatemenus=[_menu(menus[0], 0, 0), _menu(menus[1], 1, int(self.log))],
+            updatemenus=[_menu(of_x, 0, 0), _menu(of_y, 1, int(self.log))],
         )
 
 
@@ -134,19 +132,21 @@ def packed(values: Floats | Ints) -> Json:
     return {"dtype": kind, "bdata": base64.b64encode(content).decode("ascii")}
 
 
-class CurvePositions:
-    """The positions of a curve's rows on each of its axes: step, tokens, hours."""
+class DrawnRun:
+    """A run of the page, and the positions of its rows on each of the axes that it has."""
 
-    def __init__(self, curve: Curve | None) -> None:
+    def __init__(self, runs: Runs, number: int) -> None:
+        self.facts, self.number, self.is_single = runs[number], number, len(runs) == 1
+        self.curve, self.color = self.facts.curve, _color(number)
         self.axes: Axes = {}
-        if curve is None:
+        if (curve := self.curve) is None:
             return
         self.axes["step"] = curve.steps.astype(np.float64)
         if np.isfinite(tokens := curve.positions("tokens")).any():
             self.axes["tokens"] = tokens
         # Wall time since the start of the first step, h; without times the sum of the step times.
-        ends, taken = curve.columns.get("time"), curve.columns.get("step_time_s")
-        if ends is not None and np.isfinite(ends).any():
+        ends, taken = _series(curve, "time"), curve.columns.get("step_time_s")
+        if ends is not None:
             first = float(ends[np.isfinite(ends)][0])
             begin = first - (float(np.nan_to_num(taken[0])) if taken is not None else 0.0)
             self.axes["hours"] = (ends - begin) / 3600.0
@@ -156,37 +156,34 @@ class CurvePositions:
     def select(self, rows: Ints) -> Axes:
         return {name: values[rows] for name, values in self.axes.items()}
 
-    def select_steps(self, curve: Curve, steps: Sequence[int] | Ints) -> Axes:
+    def select_steps(self, steps: Sequence[int] | Ints) -> Axes:
         # A step after the last row: its metrics were lost with the node.
-        return self.select(np.minimum(curve.steps.searchsorted(steps), len(curve.steps) - 1))
+        of_rows = self.axes["step"]
+        return self.select(np.minimum(of_rows.searchsorted(steps), len(of_rows) - 1))
 
     def means(self, pieces: int, rows: Ints | slice) -> Axes:
         return {name: piece_means(values[rows], pieces) for name, values in self.axes.items()}
 
+    def line(self, num_points: int, label: str = "") -> Json:
+        """Return the look of the run's line; `label` names one of several."""
+        names = [self.facts.name, label] if label else [self.facts.name]
+        return {
+            **_LOOK["line"],
+            "name": escape(label if label and self.is_single else ", ".join(names)),
+            "mode": "lines+markers" if num_points <= _FEW_POINTS else "lines",
+            "marker": {"size": 5, "color": self.color},
+            "line": {"color": self.color, "width": 1.3},
+            "legendgroup": f"run {self.number}",
+            "showlegend": not self.is_single or bool(label),
+        }
 
-def figures(runs: Sequence[RunFacts]) -> list[PlotData]:
+
+def figures(runs: Runs) -> list[PlotData]:
     """Return all plots that have data, in the page's order."""
-    positions = [CurvePositions(facts.curve) for facts in runs]
-    over_steps = (plots(runs, positions) for plots in (_curves, _stacks, _memory))
+    drawn = [DrawnRun(runs, number) for number in range(len(runs))]
+    over_steps = (plots(drawn) for plots in (_curves, _stacks, _memory))
     over_runs = (plots(runs) for plots in (_scaling, _utilization, _evaluation))
     return list(chain(*over_steps, *over_runs))
-
-
-def run_line(runs: Sequence[RunFacts], number: int, num_points: int, label: str = "") -> Json:
-    """Return the look of a run's line; `label` names one of several of the run."""
-    color = _color(number)
-    name = escape(runs[number].name)
-    if label:
-        name = f"{name}, {escape(label)}" if len(runs) > 1 else escape(label)
-    return {
-        **_LOOK["line"],
-        "name": name,
-        "mode": "lines+markers" if num_points <= _FEW_POINTS else "lines",
-        "marker": {"size": 5, "color": color},
-        "line": {"color": color, "width": 1.3},
-        "legendgroup": f"run {number}",
-        "showlegend": len(runs) > 1 or bool(label),
-    }
 
 
 def _color(number: int) -> Any:
@@ -214,9 +211,9 @@ def _axis_top(times: Sequence[Floats]) -> float | None:
     return top if 0 < top < float(values.max()) / 2 else None
 
 
-def _curves(runs: Sequence[RunFacts], positions: Sequence[CurvePositions]) -> Iterator[PlotData]:
-    max_rows = max(_MIN_ROWS, _MAX_ROWS // max(1, len(runs)))
-    curves = [facts.curve for facts in runs if facts.curve]
+def _curves(drawn: Sequence[DrawnRun]) -> Iterator[PlotData]:
+    max_rows = max(_MIN_ROWS, _MAX_ROWS // max(1, len(drawn)))
+    curves = [run.curve for run in drawn if run.curve]
     all_sequences = all(_series(curve, "seq_per_s") is not None for curve in curves)
     for metric, title, unit in _LOOK["metrics"]:
         logged = [v for curve in curves if (v := _series(curve, metric)) is not None]
@@ -230,28 +227,20 @@ def _curves(runs: Sequence[RunFacts], positions: Sequence[CurvePositions]) -> It
         if unit == "nats" and any(curve.kind != "run" for curve in curves):
             unit = ""  # that of a log is not known
         figure = CurveFigure(unit or title, top)
-        for number, position in enumerate(positions):
-            _add_lines(figure, runs, number, position, metric, max_rows)
+        for run in drawn:
+            _add_lines(figure, run, metric, max_rows)
         legend: set[str] = set()
-        for number, position in enumerate(positions):
-            _add_marks(figure, runs, number, position, metric, legend)
+        for run in drawn:
+            _add_marks(figure, run, metric, legend)
         if metric == "loss":
             yield PlotData(metric, title, "loss", figure.finish(), height=440)
         else:
             yield PlotData(metric, title, "curves", figure.finish())
 
 
-def _add_lines(
-    figure: CurveFigure,
-    runs: Sequence[RunFacts],
-    number: int,
-    positions: CurvePositions,
-    metric: str,
-    max_rows: int,
-) -> None:
+def _add_lines(figure: CurveFigure, run: DrawnRun, metric: str, max_rows: int) -> None:
     """Add a run's lines of a metric: in the plot of the loss, validation losses too."""
-    curve = runs[number].curve
-    if curve is None:
+    if (curve := run.curve) is None:
         return
     names = {metric: ""}
     if metric in ("loss", VAL_LOSS):
@@ -263,27 +252,20 @@ def _add_lines(
         logged = np.flatnonzero(curve.present(name))  # few have the validation loss
         values = values[logged]
         rows = thin_rows(values, max_rows)
-        line = run_line(runs, number, len(rows), label)
+        line = run.line(len(rows), label)
         line["line"]["dash"] = _DASHES[index % len(_DASHES)] if label else "solid"
         thinned = len(rows) < len(values)
         look = line | _LOOK["thinned"] if thinned else line
-        figure.add(look, positions.select(logged[rows]), values[rows])
+        figure.add(look, run.select(logged[rows]), values[rows])
         if thinned:
             pieces = max(1, max_rows // 3)
             mean = {**line, "line": line["line"] | {"width": 2}}
-            figure.add(mean, positions.means(pieces, logged), piece_means(values, pieces))
+            figure.add(mean, run.means(pieces, logged), piece_means(values, pieces))
 
 
-def _add_marks(
-    figure: CurveFigure,
-    runs: Sequence[RunFacts],
-    number: int,
-    positions: CurvePositions,
-    metric: str,
-    legend: set[str],
-) -> None:
+def _add_marks(figure: CurveFigure, run: DrawnRun, metric: str, legend: set[str]) -> None:
     """Add a run's marks, on its curve; marks of one kind have one entry in the legend."""
-    facts, curve = runs[number], runs[number].curve
+    facts, curve = run.facts, run.curve
     if curve is None or (values := _series(curve, metric)) is None:
         return
     marks = {"restart": [*_restarts(facts, curve)]}
@@ -309,7 +291,6 @@ def _add_marks(
             continue
         steps = np.array([step for step, _ in latest])
         y = np.interp(steps, curve.steps[rows], values[rows])
-        color = _color(number)
         look: Json = {
             **_LOOK["mark"],
             **_LOOK["marks"][kind],
@@ -317,8 +298,9 @@ def _add_marks(
             "showlegend": kind not in legend,
             "text": [escape(note).replace("\n", "<br>") for _, note in latest],
         }
-        look["marker"] = look["marker"] | {"color": color, "line": {"width": 1, "color": color}}
-        figure.add(look, positions.select_steps(curve, steps), y)
+        colors = {"color": run.color, "line": {"width": 1, "color": run.color}}
+        look["marker"] = look["marker"] | colors
+        figure.add(look, run.select_steps(steps), y)
         legend.add(kind)
 
 
@@ -334,15 +316,15 @@ def _restarts(facts: RunFacts, curve: Curve) -> Iterator[tuple[int, str]]:
         yield int(curve.steps[row]), "\n".join(lines)
 
 
-def _stacks(runs: Sequence[RunFacts], positions: Sequence[CurvePositions]) -> Iterator[PlotData]:
+def _stacks(drawn: Sequence[DrawnRun]) -> Iterator[PlotData]:
     """Yield the parts of each run's steps, for the first runs only."""
     split = [
-        (number, facts.curve)
-        for number, facts in enumerate(runs)
-        if facts.curve and "step_time_s" in facts.curve.columns
-        if facts.curve.columns.keys() & {*_PART_COLUMNS}
+        (run, run.curve)
+        for run in drawn
+        if run.curve and "step_time_s" in run.curve.columns
+        if run.curve.columns.keys() & {*_PART_COLUMNS}
     ]
-    for number, curve in split[:_MAX_STACKS]:
+    for run, curve in split[:_MAX_STACKS]:
         taken = curve.columns["step_time_s"]
         absent = np.zeros(len(taken))
         parts = [np.nan_to_num(curve.columns.get(name, absent)) for name in _PART_COLUMNS]
@@ -354,25 +336,25 @@ def _stacks(runs: Sequence[RunFacts], positions: Sequence[CurvePositions]) -> It
             if seconds.any():
                 shares.append(f"{name} {100 * float(seconds.sum()) / total:.1f} %")
                 look = _LOOK["layer"] | {"name": name, "fillcolor": color}
-                axes = positions[number].means(_MAX_PIECES, slice(None))
+                axes = run.means(_MAX_PIECES, slice(None))
                 figure.add(look, axes, piece_means(seconds, _MAX_PIECES))
         if figure.traces:
-            title, note = f"Step time by parts: {runs[number].name}", ", ".join(shares)
-            name = f"parts-{number}"
+            title, note = f"Step time by parts: {run.facts.name}", ", ".join(shares)
+            name = f"parts-{run.number}"
             yield PlotData(name, title, "curves", figure.finish(), f"Of all steps: {note}.")
 
 
-def _memory(runs: Sequence[RunFacts], positions: Sequence[CurvePositions]) -> Iterator[PlotData]:
+def _memory(drawn: Sequence[DrawnRun]) -> Iterator[PlotData]:
     """Yield the peak memory of a worker, if the attempts measured it."""
     figure, limits = CurveFigure("GB"), set()
-    for number, facts in enumerate(runs):
-        measured = [e for e in facts.events if e.kind == "memory" and "peak_bytes" in e.values]
-        if not measured or not facts.curve:
+    for run in drawn:
+        measured = [e for e in run.facts.events if e.kind == "memory" and "peak_bytes" in e.values]
+        if not measured or not run.curve:
             continue
         peaks = np.array([event.values["peak_bytes"] / 1e9 for event in measured])
         limits |= {e.values["limit_bytes"] / 1e9 for e in measured if "limit_bytes" in e.values}
-        axes = positions[number].select_steps(facts.curve, [event.step for event in measured])
-        figure.add(run_line(runs, number, len(peaks)) | {"mode": "lines+markers"}, axes, peaks)
+        axes = run.select_steps([event.step for event in measured])
+        figure.add(run.line(len(peaks)) | {"mode": "lines+markers"}, axes, peaks)
     if figure.traces:
         limits_text = " or ".join(f"{limit:.2f}" for limit in sorted(limits))
         note = "The worker with the highest peak."
@@ -381,29 +363,34 @@ def _memory(runs: Sequence[RunFacts], positions: Sequence[CurvePositions]) -> It
         yield PlotData("memory", "Peak memory of a worker", "curves", figure.finish(), note)
 
 
-def _scaling(runs: Sequence[RunFacts]) -> Iterator[PlotData]:
+def _scaling(runs: Runs) -> Iterator[PlotData]:
     """Yield seq/s over nodes of models that ran on several node counts."""
-    groups: dict[str, list[tuple[int, float, float]]] = {}
+    groups: dict[str, list[ScalingRow]] = {}
     for row in scaling_rows(runs):
-        if row.rate.nodes and row.speed and row.efficiency:
+        if row.efficiency is not None:
             cluster = row.facts.configuration.text("cluster.name")
             label = f"{row.facts.recipe or row.facts.name}{f' on {cluster}' if cluster else ''}"
-            groups.setdefault(label, []).append((row.rate.nodes, row.speed, row.efficiency))
+            groups.setdefault(label, []).append(row)
     data = []
-    for number, (label, points) in enumerate(groups.items()):
-        nodes = [point[0] for point in points]
+    for number, (label, rows) in enumerate(groups.items()):
+        nodes = [row.rate.nodes for row in rows]
         if len(set(nodes)) < 2:
             continue
-        color = _color(number)
-        line = {"x": nodes, "y": [point[1] for point in points]}
-        notes = [f"{100 * efficiency:.1f} % of linear" for *_, efficiency in points]
-        data.append({"name": escape(label), "text": notes, "line": {"color": color}, **line})
+        data.append(
+            {
+                "name": escape(label),
+                "text": [f"{format_percent(row.efficiency, 1)} of linear" for row in rows],
+                "line": {"color": _color(number)},
+                "x": nodes,
+                "y": [row.speed for row in rows],
+            }
+        )
     if data:
         figure = _fixed_figure("scaling", data)
         yield PlotData("scaling", "Throughput by nodes", "throughput", figure)
 
 
-def _utilization(runs: Sequence[RunFacts]) -> Iterator[PlotData]:
+def _utilization(runs: Runs) -> Iterator[PlotData]:
     """Yield one stacked bar per run."""
     runs_used = [(f.name, f.used) for f in runs if f.used is not None and f.used.node_hours > 0]
     if not runs_used:
@@ -424,7 +411,7 @@ def _utilization(runs: Sequence[RunFacts]) -> Iterator[PlotData]:
     yield PlotData("utilization", title, "utilization", figure, height=height)
 
 
-def _evaluation(runs: Sequence[RunFacts]) -> Iterator[PlotData]:
+def _evaluation(runs: Runs) -> Iterator[PlotData]:
     """Yield scores over tokens, one plot per suite with several evaluated checkpoints."""
     suites = dict.fromkeys(table.suite for facts in runs for table in facts.scores)
     for number, suite in enumerate(suites):
@@ -433,9 +420,10 @@ def _evaluation(runs: Sequence[RunFacts]) -> Iterator[PlotData]:
             for table in facts.scores:
                 if table.suite != suite or len({*table.tokens.values()}) < 2:
                     continue
-                # Losses are on another scale.
-                for row in (row for row in table.rows if row.group != HELD_OUT):
-                    steps = [s for s in table.steps if s in row.scores and s in table.tokens]
+                for row in table.rows:
+                    if row.group == HELD_OUT:  # losses, on another scale
+                        continue
+                    steps = [step for step in table.steps if step in row.scores]
                     label = f"{row.group + ', ' if row.group else ''}{row.name} ({row.metric})"
                     errors = [row.errors.get(step, 0.0) for step in steps]
                     data.append(

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -15,6 +14,7 @@ from slurmllm.analysis.report.facts import (
     CheckpointState,
     Rate,
     RunFacts,
+    Runs,
     throughput_by_nodes,
 )
 from slurmllm.analysis.spikes import SpikeAnalysis, analyze
@@ -104,7 +104,7 @@ def read_run_facts(
         path=source,
         kind="jsonl" if curve.kind == "run" else curve.kind,
         curve=curve,
-        rates=tuple(throughput_by_nodes(curve, {}, None, price)),
+        rates=throughput_by_nodes(curve, {}, None, price),
         spikes=_find_spikes(curve, warnings),
         price=_price(None, price),
         warnings=(*curve.warnings, *warnings),
@@ -151,15 +151,13 @@ def _read_run(
         lambda: read_history(run, read_incarnations(submissions, client), metrics), warnings
     ) or RunHistory(run.name, ())
     # In a tie the precompile stage came first.
-    attempts = tuple(
-        sorted(history.attempts, key=lambda a: (a.started_at, a.stage != "precompile"))
-    )
+    attempts = sorted(history.attempts, key=lambda a: (a.started_at, a.stage != "precompile"))
     _warn_of_lost_steps(run, history, warnings)
     paid = _price(configuration.config, price)
     usd = None if paid is None else paid.usd
     used = account_node_hours(history, usd)
     mesh = warn_on_error(lambda: load_mesh(run.plan) if run.plan.exists() else None, warnings)
-    events = warn_on_error(lambda: tuple(_read_events(run, history, warnings)), warnings) or ()
+    events = warn_on_error(lambda: list(_read_events(run, history, warnings)), warnings) or ()
     scores, doubts = warn_on_error(lambda: score_tables(run), warnings) or ((), ())
     rates: list[Rate] = []
     if curve is not None:
@@ -176,10 +174,10 @@ def _read_run(
         attempts=attempts,
         cancelled=any(submission.cancelled_at is not None for submission in submissions[-1:]),
         used=used,
-        lost=tuple(find_recoveries(history)),
-        rates=tuple(rates),
-        saved=tuple(read_checkpoints(run, command, events, warnings)),
-        scores=tuple(scores),
+        lost=list(find_recoveries(history)),
+        rates=rates,
+        saved=list(read_checkpoints(run, command, events, warnings)),
+        scores=scores,
         spikes=None if curve is None else _find_spikes(curve, warnings),
         data=warn_on_error(lambda: DataRecord.find(run.data), warnings),
         versions=warn_on_error(lambda: _read_versions(run, attempts, warnings), warnings) or {},
@@ -286,16 +284,18 @@ def _read_versions(run: RunDir, attempts: Attempts, warnings: list[str]) -> dict
     for attempt in reversed(attempts):
         folder = attempt.files(run).path / "nodes"
         versions: dict[str, set[str]] = defaultdict(set)
-        readers = [partial(NodeRecord.load, path) for path in sorted(folder.glob("*.json"))]
-        for record in read_all(lambda read: warn_on_error(read, warnings), readers):
-            for name, version in record.versions.items() if record is not None else ():
+        for record in read_all(
+            lambda path: warn_on_error(lambda: NodeRecord.load(path), warnings),
+            sorted(folder.glob("*.json")),
+        ):
+            for name, version in record.versions.items() if record else ():
                 versions[name].add(version)
         if versions:
             return {name: ", ".join(sorted(values)) for name, values in versions.items()}
     return {}
 
 
-def name_and_compare(runs: Sequence[RunFacts]) -> list[RunFacts]:
+def name_and_compare(runs: Runs) -> list[RunFacts]:
     """Tell sources of equal names apart; compare each run with the first one that has a loss."""
     if len(runs) == 1:
         return [*runs]
@@ -307,19 +307,14 @@ def name_and_compare(runs: Sequence[RunFacts]) -> list[RunFacts]:
     from slurmllm.analysis.compare.compare import compare  # not loaded for a single run
     from slurmllm.analysis.compare.result import curve_letter
 
-    curves = [facts.curve if facts.loss is not None else None for facts in runs]
-    first = next((curve for curve in curves if curve is not None), None)
-    compared = []
-    letters = map(curve_letter, range(1, len(runs) + 1))
-    for facts, curve in zip(runs, curves, strict=True):
-        result: Comparison | str | None = None
-        if first is not None and curve is not None and curve is not first:
-            try:
-                result = compare(first, curve, letter=next(letters))
-            except RunError as error:
-                result = str(error)
-        compared.append(replace(facts, comparison=result))
-    return compared
+    curves = [facts.curve for facts in runs if facts.curve and facts.loss is not None]
+    results: dict[str, Comparison | str] = {}
+    for number, curve in enumerate(curves[1:], 1):
+        try:
+            results[curve.name] = compare(curves[0], curve, letter=curve_letter(number))
+        except RunError as error:
+            results[curve.name] = str(error)
+    return [replace(facts, comparison=results.get(facts.name)) for facts in runs]
 
 
 def _with_name(facts: RunFacts, name: str) -> RunFacts:

@@ -18,7 +18,7 @@ from pydantic_core import to_jsonable_python
 from slurmllm import __version__
 from slurmllm.analysis.compare.result import Comparison, curve_letter
 from slurmllm.analysis.report import tables
-from slurmllm.analysis.report.facts import FIRST_STEPS, RunFacts, scaling_rows
+from slurmllm.analysis.report.facts import FIRST_STEPS, RunFacts, Runs, scaling_rows
 from slurmllm.analysis.report.figures import (
     PlotData,
     figures,
@@ -61,14 +61,9 @@ class Paragraph:
     strong: str = ""
 
 
-@dataclass(frozen=True)
-class Bullets:
-    """A list."""
-
-    items: Sequence[str]
-
-
-Block = Paragraph | Bullets | Table | PlotData
+# Texts: a list
+Block = Paragraph | Sequence[str] | Table | PlotData
+Blocks = Iterator[Block]
 
 
 @dataclass(frozen=True)
@@ -81,7 +76,7 @@ class ReportSection:
 
 
 def sections(
-    runs: Sequence[RunFacts], drawn: Sequence[PlotData], sweeps: Sequence[Table] = ()
+    runs: Runs, drawn: Sequence[PlotData], sweeps: Sequence[Table] = ()
 ) -> list[ReportSection]:
     """Return the sections of a report; empty ones are left out.
 
@@ -89,21 +84,22 @@ def sections(
     """
     verdicts = [Paragraph(tables.verdict(facts), strong=facts.name) for facts in runs]
     warnings = [f"{facts.name}: {warning}" for facts in runs for warning in facts.warnings]
-    contents: dict[str, tuple[str, Iterable[Block]]] = {
-        "loss": ("Loss", plots_of("loss", drawn)),
-        "sweep": ("Runs by rank", sweeps),
-        "summary": ("Summary", [*verdicts, tables.by_column(runs, tables.summary)]),
-        "comparison": ("Comparison", _comparison(runs)),
-        "setting": ("What ran where", _setting(runs)),
-        "curves": ("Curves", plots_of("curves", drawn)),
-        "throughput": ("Throughput and scaling", _throughput(runs, drawn)),
-        "utilization": ("Utilization", _utilization(runs, drawn)),
-        "evaluation": ("Evaluation", _evaluation(runs, drawn)),
-        "checkpoints": ("Checkpoints", _checkpoints(runs)),
-        "spikes": ("Spikes", _spikes(runs)),
-        "warnings": ("Warnings", [Bullets(warnings)] if warnings else []),
-    }
-    return filled(contents)
+    return filled(
+        {
+            "loss": ("Loss", plots_of("loss", drawn)),
+            "sweep": ("Runs by rank", sweeps),
+            "summary": ("Summary", [*verdicts, tables.by_column(runs, tables.summary)]),
+            "comparison": ("Comparison", _comparison(runs)),
+            "setting": ("What ran where", _setting(runs)),
+            "curves": ("Curves", plots_of("curves", drawn)),
+            "throughput": ("Throughput and scaling", _throughput(runs, drawn)),
+            "utilization": ("Utilization", _utilization(runs, drawn)),
+            "evaluation": ("Evaluation", _evaluation(runs, drawn)),
+            "checkpoints": ("Checkpoints", _checkpoints(runs)),
+            "spikes": ("Spikes", _spikes(runs)),
+            "warnings": ("Warnings", [warnings] if warnings else []),
+        }
+    )
 
 
 def filled(contents: Mapping[str, tuple[str, Iterable[Block]]]) -> list[ReportSection]:
@@ -112,7 +108,7 @@ def filled(contents: Mapping[str, tuple[str, Iterable[Block]]]) -> list[ReportSe
     return [section for section in made if section.blocks]
 
 
-def _setting(runs: Sequence[RunFacts]) -> Iterator[Block]:
+def _setting(runs: Runs) -> Blocks:
     yield tables.by_column(runs, tables.setting)
     for facts in runs:
         if facts.attempts:
@@ -120,7 +116,7 @@ def _setting(runs: Sequence[RunFacts]) -> Iterator[Block]:
             yield tables.attempts_table(facts)
 
 
-def _evaluation(runs: Sequence[RunFacts], drawn: Sequence[PlotData]) -> Iterator[Block]:
+def _evaluation(runs: Runs, drawn: Sequence[PlotData]) -> Blocks:
     yield from plots_of("evaluation", drawn)
     for facts in runs:
         for table in facts.scores:
@@ -128,7 +124,7 @@ def _evaluation(runs: Sequence[RunFacts], drawn: Sequence[PlotData]) -> Iterator
             yield tables.scores_table(table)
 
 
-def _spikes(runs: Sequence[RunFacts]) -> Iterator[Block]:
+def _spikes(runs: Runs) -> Blocks:
     for facts in runs:
         for metric in facts.spikes.by_metric if facts.spikes else ():
             title = f"{facts.name}, {NAMES[metric.metric]}"
@@ -137,7 +133,7 @@ def _spikes(runs: Sequence[RunFacts]) -> Iterator[Block]:
             published = f" ({metric.reference})" if share and metric.reference else ""
             yield Paragraph(f"a spike: {metric.definition}{share}{published}")
             if doubts := [warning for warning in metric.warnings if warning not in facts.warnings]:
-                yield Bullets(doubts)
+                yield doubts
             if metric.spikes:
                 yield Table(*metric.highest_spikes())
 
@@ -146,23 +142,21 @@ def plots_of(section: str, drawn: Sequence[PlotData]) -> list[PlotData]:
     return [plot for plot in drawn if plot.section == section]
 
 
-def comparison_texts(runs: Sequence[RunFacts]) -> list[tuple[str, str]]:
-    """Return the verdict on each run compared with the first, and whom it is about."""
+def compared_runs(runs: Runs) -> Iterator[tuple[str, str, Comparison | str]]:
+    """Yield whom a comparison with the first run is about, its verdict, and itself."""
     first = next((facts.name for facts in runs if facts.loss is not None), "")
     compared = [(facts.name, c) for facts in runs if (c := facts.comparison) is not None]
-    return [
-        (
-            verdict if isinstance(verdict, str) else f"{verdict.verdict}: {verdict.reason}",
-            f"{name} ({curve_letter(number)}) compared with {first} (A)",
-        )
-        for number, (name, verdict) in enumerate(compared, 1)
-    ]
+    for number, (name, comparison) in enumerate(compared, 1):
+        title = f"{name} ({curve_letter(number)}) compared with {first} (A)"
+        if isinstance(comparison, str):
+            yield title, comparison, comparison
+        else:
+            yield title, f"{comparison.verdict}: {comparison.reason}", comparison
 
 
-def _comparison(runs: Sequence[RunFacts]) -> Iterator[Block]:
+def _comparison(runs: Runs) -> Blocks:
     """Yield verdict and causes of each run against the first, and the settings that differ."""
-    comparisons = [facts.comparison for facts in runs if facts.comparison is not None]
-    for comparison, (verdict, title) in zip(comparisons, comparison_texts(runs), strict=True):
+    for title, verdict, comparison in compared_runs(runs):
         yield Paragraph(verdict, strong=title)
         if not isinstance(comparison, str):
             yield from causes_tables(comparison)
@@ -175,12 +169,12 @@ def causes_tables(comparison: Comparison) -> Iterator[Table]:
         yield Table(("cause", "confidence", "step", "evidence"), causes)
 
 
-def settings_tables(runs: Sequence[RunFacts]) -> Iterator[Block]:
+def settings_tables(runs: Runs) -> Blocks:
     """Yield the settings that differ, of the runs with any."""
-    settings_of = {facts.name: facts.curve.settings for facts in runs if facts.curve}
-    settings_of = {name: settings for name, settings in settings_of.items() if settings}
+    curves = {facts.name: facts.curve for facts in runs if facts.curve}
+    settings_of = {name: curve.settings for name, curve in curves.items() if curve.settings}
     rows = []
-    for key in sorted({key for settings in settings_of.values() for key in settings}):
+    for key in sorted(set().union(*settings_of.values())):
         values = [settings.get(key) for settings in settings_of.values()]
         if any(value != values[0] for value in values):
             rows.append((key, *(ABSENT if value is None else str(value) for value in values)))
@@ -191,9 +185,9 @@ def settings_tables(runs: Sequence[RunFacts]) -> Iterator[Block]:
         yield Table(("setting", *settings_of), rows[:_SHOWN_SETTINGS], caption)
 
 
-def _throughput(runs: Sequence[RunFacts], drawn: Sequence[PlotData]) -> Iterator[Block]:
+def _throughput(runs: Runs, drawn: Sequence[PlotData]) -> Blocks:
     rows = scaling_rows(runs)
-    notes = [_MEASURE] if rows else []
+    notes = [_MEASURE]
     for row in rows:  # whose mean is over fewer than FIRST_STEPS steps
         first, nodes = row.rate.first_steps, row.rate.nodes
         if first < FIRST_STEPS and row.rate.seq_per_s is not None:
@@ -207,7 +201,7 @@ def _throughput(runs: Sequence[RunFacts], drawn: Sequence[PlotData]) -> Iterator
     yield from plots_of("throughput", drawn)
 
 
-def _utilization(runs: Sequence[RunFacts], drawn: Sequence[PlotData]) -> Iterator[Block]:
+def _utilization(runs: Runs, drawn: Sequence[PlotData]) -> Blocks:
     used = {facts.name: facts.used for facts in runs if facts.used and facts.attempts}
     if not used:
         return
@@ -221,7 +215,7 @@ def _utilization(runs: Sequence[RunFacts], drawn: Sequence[PlotData]) -> Iterato
         yield tables.endings_table(facts.lost)
 
 
-def _checkpoints(runs: Sequence[RunFacts]) -> Iterator[Block]:
+def _checkpoints(runs: Runs) -> Blocks:
     for facts in runs:
         if facts.saved:
             num_kept = sum(checkpoint.state == "kept" for checkpoint in facts.saved)
@@ -233,7 +227,7 @@ def _checkpoints(runs: Sequence[RunFacts]) -> Iterator[Block]:
             yield table
 
 
-def default_path(runs: Sequence[RunFacts]) -> Path:
+def default_path(runs: Runs) -> Path:
     """`reports/report.html` of the first run; of several runs `report-<A>-<B>.html`."""
     named_runs = runs[:_MAX_NAMES] if len(runs) > 1 else ()
     names = [facts.name[:_MAX_NAME] for facts in named_runs]
@@ -290,7 +284,7 @@ def write_page(page: Path, title: str, sections: Sequence[ReportSection]) -> Non
 
 
 def write_report(
-    runs: Sequence[RunFacts],
+    runs: Runs,
     page: Path,
     sweeps: Sequence[Table] = (),
     heading: str | None = None,
@@ -314,14 +308,30 @@ _LISTS = {"spikes": True, "not_finite": True}
 _EXCLUDED: Any = {**_LISTS, "grad_norm_spikes": _LISTS}
 # Keys of a run in JSON that are fields or properties of its facts, or of its throughput
 _OF_FACTS = (
-    *("name", "path", "kind", "state", "recipe", "parameters", "nodes", "steps", "planned_steps"),
-    *("tokens", "loss", "val_loss", "tokens_per_usd_bought", "usd", "restarts", "comparison"),
-    *("data", "versions", "warnings"),
+    "name",
+    "path",
+    "kind",
+    "state",
+    "recipe",
+    "parameters",
+    "nodes",
+    "steps",
+    "planned_steps",
+    "tokens",
+    "loss",
+    "val_loss",
+    "tokens_per_usd_bought",
+    "usd",
+    "restarts",
+    "comparison",
+    "data",
+    "versions",
+    "warnings",
 )
 _OF_RATE = ("seq_per_s", "tokens_per_s", "seq_per_s_first_500", "tokens_per_usd", "mfu")
 
 
-def to_json(runs: Sequence[RunFacts], page: Path | None, **more: Any) -> str:
+def to_json(runs: Runs, page: Path | None, **more: Any) -> str:
     """Return the whole document, with the page that was written; unknown values are null."""
     used = [facts.used for facts in runs if facts.used]
     document = {
