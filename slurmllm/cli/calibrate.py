@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -84,8 +84,9 @@ def calibrate(
         command.append("--json")
     for option, path in (("--out", out), ("--plot", plot)):
         command += [f"{option}={Path(path).resolve()}"] if path else []
-    target: dict[str, Any] = {"nodes": nodes, "local": local, "options": job}
-    allocation = allocate_nodes(config, command, "slurmllm-calibrate", **target)
+    allocation = allocate_nodes(
+        config, command, "slurmllm-calibrate", nodes=nodes, local=local, options=job
+    )
     from slurmllm.analysis.calibrate.run import calibrate as measure
 
     _write(measure(config, allocation, options.note), config, out, plot, as_json)
@@ -111,14 +112,25 @@ def _write(
         _write_figure(measured_products(calibration.hardware, calibration.products), config, plot)
         options.note(f"picture: {plot}")
     if as_json:
-        products = []
-        for product in calibration.products:
-            m, n, k = product.sizes
-            tflops = product_flops(product) / product.value / 1e12
-            products.append({"precision": product.of, "m": m, "n": n, "k": k, "tflops": tflops})
-        figures = {name: getattr(calibration, name) for name in ("nodes", "notes", "seconds")}
-        figures |= {"products": products, "out": out, "plot": plot}
-        options.echo_json({"hardware": calibration.hardware.model_dump(mode="json"), **figures})
+        products = [
+            {
+                "precision": product.of,
+                **dict(zip("mnk", product.sizes, strict=True)),
+                "tflops": product_flops(product) / product.value / 1e12,
+            }
+            for product in calibration.products
+        ]
+        options.echo_json(
+            {
+                "hardware": calibration.hardware.model_dump(mode="json"),
+                "nodes": calibration.nodes,
+                "notes": calibration.notes,
+                "seconds": calibration.seconds,
+                "products": products,
+                "out": out,
+                "plot": plot,
+            }
+        )
         return
     for note in calibration.notes:
         options.note(f"note: {note}")
@@ -159,9 +171,8 @@ def _draw_matrix_figure(path: str, config: RunConfig, as_json: bool) -> None:
     for row in rows:
         cells = [row["precision"], f"{row['m']:,} × {row['k']:,} × {row['n']:,}"]
         for kind in ("measured", "planner"):
-            tflops, share = row[f"{kind}_tflops"], row[f"{kind}_utilization"]
-            values = [format_number(tflops), format_percent(share)]
-            cells += ["-", "-"] if tflops is None else values
+            cells.append(format_number(row[f"{kind}_tflops"]))
+            cells.append(format_percent(row[f"{kind}_utilization"]))
         table.append(cells)
     print_table(headings, table)
     if not measured:

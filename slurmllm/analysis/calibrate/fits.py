@@ -8,11 +8,10 @@ without one the peak is the fastest that was seen.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from slurmllm.analysis.calibrate.node import Kind, Sample, Task, step_config
+from slurmllm.analysis.calibrate.node import Kind, Sample, Samples, Task, step_config
 from slurmllm.core.config.cluster import GIB, Hardware
 from slurmllm.core.errors import NodeError
 from slurmllm.core.format import Json, Texts, Values
@@ -24,7 +23,7 @@ _DIGITS = 4
 
 
 def hardware_of(
-    samples: Sequence[Sample], task: Task, profile: Hardware | None, source: str
+    samples: Samples, task: Task, profile: Hardware | None, source: str
 ) -> tuple[Hardware, Texts]:
     """Compute the figures from measurements; also a line for each that was not measured.
 
@@ -40,7 +39,7 @@ def hardware_of(
     unfitted = {"source", "rough", "assumed"}
     values: Json = profile.model_dump(exclude=unfitted) if profile else {}
     values |= _memory(samples, profile)
-    values |= _matrices(samples, task.precision, profile, values["memory_gb_s"])
+    values |= matrix_figures(samples, task.precision, profile, values["memory_gb_s"])
     # FLOP/s, of the profile's TFLOP/s.
     peak = values[f"{task.precision}_tflops"] * 1e12
     attention = _select(samples, "attention", task.precision)[0]
@@ -52,8 +51,7 @@ def hardware_of(
     layer = max(0.0, (many.value - few.value) / (many.sizes[0] - few.sizes[0]))
     values["operator_us"] = layer / few.sizes[1] / 3 * 1e6
     values["step_overhead_s"] = max(0.0, few.value - few.sizes[0] * layer)
-    if _select(samples, "gpu_step", minimum=0):
-        gpu_steps = _select(samples, "gpu_step", minimum=2)
+    if gpu_steps := _select(samples, "gpu_step", minimum=0):
         values["memory_efficiency"] = fit_steps(gpu_steps, task, values)
     rounded: Json = {
         name: float(f"{value:.{_DIGITS}g}") if isinstance(value, int | float) else value
@@ -73,9 +71,7 @@ def hardware_of(
     return Hardware.model_validate({"source": source, **rounded}), tuple(notes)
 
 
-def _select(
-    samples: Sequence[Sample], kind: Kind, variant: str = "", minimum: int = 1
-) -> list[Sample]:
+def _select(samples: Samples, kind: Kind, variant: str = "", minimum: int = 1) -> list[Sample]:
     """Return those of a kind by size; raise NodeError if there are fewer than `minimum`."""
     matching = [sample for sample in samples if (sample.kind, sample.of) == (kind, variant)]
     if len(matching) < minimum:
@@ -83,7 +79,7 @@ def _select(
     return sorted(matching, key=lambda sample: sample.sizes)
 
 
-def fit_products(products: Sequence[Sample]) -> tuple[float, float]:
+def fit_products(products: Samples) -> tuple[float, float]:
     """Return the rate of large products, FLOP/s, and the dimension that reaches half of it.
 
     Seconds for a FLOP are 1 / rate + half / rate · 1 / d in a product whose smallest dimension is
@@ -111,12 +107,8 @@ def product_flops(product: Sample) -> float:
     return 3 * 2.0 * m * n * k
 
 
-def matrix_figures(samples: Sequence[Sample], precision: str, profile: Hardware) -> Hardware:
-    return profile.model_copy(update=_matrices(samples, precision, profile, profile.memory_gb_s))
-
-
-def _matrices(
-    measured: Sequence[Sample], precision: str, profile: Hardware | None, memory_gb_s: float
+def matrix_figures(
+    measured: Samples, precision: str, profile: Hardware | None, memory_gb_s: float
 ) -> dict[str, float]:
     """Return peaks of both precisions, efficiency and half of the recipe's."""
     other, width = ("bf16", 4) if precision == "fp32" else ("fp32", 2)
@@ -151,7 +143,7 @@ def _peak(profile: Hardware | None, name: str, fastest: float) -> float:
     return max(fastest, float(getattr(profile, name)))
 
 
-def _memory(measured: Sequence[Sample], profile: Hardware | None) -> dict[str, float]:
+def _memory(measured: Samples, profile: Hardware | None) -> dict[str, float]:
     """Return the bandwidth, and the share of it that elementwise work reaches.
 
     The share of GPUs, on which it is not measured alone, is that of a copy until `fit_steps`.
@@ -171,7 +163,7 @@ def _memory(measured: Sequence[Sample], profile: Hardware | None) -> dict[str, f
     }
 
 
-def fit_steps(steps: Sequence[Sample], task: Task, values: Values) -> float:
+def fit_steps(steps: Samples, task: Task, values: Values) -> float:
     """Return the `memory_efficiency` with which the planner gives back the time of a layer.
 
     Args:
@@ -207,7 +199,7 @@ class Link(NamedTuple):
     alone: float  # share of the rate that gathering and scattering reach on their own
 
 
-def fit_link(samples: Sequence[Sample]) -> Link:
+def fit_link(samples: Samples) -> Link:
     """Return what collectives over one group reach.
 
     A gather, or a reduction that scatters, takes (n - 1) / n · bytes / rate + log2(n) · hop, and an
@@ -233,7 +225,7 @@ def fit_link(samples: Sequence[Sample]) -> Link:
 
 
 def _links(
-    measured: Sequence[Sample],
+    measured: Samples,
     task: Task,
     profile: Hardware | None,
     memory_gb_s: float,

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from slurmllm.analysis.calibrate.fits import matrix_figures, product_flops
-from slurmllm.analysis.calibrate.node import PRODUCT_SIZES, Sample, product_grid
+from slurmllm.analysis.calibrate.node import PRODUCT_SIZES, Samples, product_grid
 from slurmllm.analysis.calibrate.run import run_task, task_of
 from slurmllm.core.config.cluster import Hardware
 from slurmllm.core.config.resolve import RunConfig
@@ -40,7 +40,8 @@ def product_rows(config: RunConfig, show: Callable[[str], None]) -> list[Json]:
     measured, _ = run_task(config.cluster, task, allocation, show)
     samples = [sample for sample in measured if sample.kind == "product"]
     if hardware.rough:  # its figures are a guess: the curve is fitted to the measurement
-        hardware = matrix_figures(samples, "bf16", hardware)
+        figures = matrix_figures(samples, "bf16", hardware, hardware.memory_gb_s)
+        hardware = hardware.model_copy(update=figures)
     return measured_products(hardware, samples)
 
 
@@ -49,7 +50,7 @@ def predicted_products(hardware: Hardware, device: str) -> list[Json]:
     return [_row(hardware, "bf16", size, None) for size in sizes]
 
 
-def measured_products(hardware: Hardware, samples: Sequence[Sample]) -> list[Json]:
+def measured_products(hardware: Hardware, samples: Samples) -> list[Json]:
     largest = max(sample.sizes[0] for sample in samples)
     largest_products = [s for s in samples if s.sizes[0] == largest]  # without the head
     return [

@@ -1,6 +1,7 @@
 """What workers measure, and how they time it.
 
-Matrix products, attention, copies, elementwise work, the optimizer and collectives.
+Matrix products, attention, copies, elementwise work, the optimizer and collectives; their tensors
+are made on torch's default device.
 """
 
 from __future__ import annotations
@@ -154,12 +155,11 @@ def _wait(device: torch.device) -> None:
         torch.get_device_module(device).synchronize(device)
 
 
-def products(
-    device: torch.device, sizes: Mapping[str, Sequence[tuple[int, int, int]]]
-) -> Iterator[Item]:
+def products(sizes: Mapping[str, Sequence[tuple[int, int, int]]]) -> Iterator[Item]:
     """Yield forward products [m, n, k] by precision; the seconds are those of the gradients too."""
     for precision, kind in _DTYPES.items():
-        if device.type == "cpu" and kind == torch.bfloat16 and slow_bf16():
+        on_cpu = torch.get_default_device().type == "cpu"
+        if on_cpu and kind == torch.bfloat16 and slow_bf16():
             kind = torch.float32  # as compiled blocks compute them there
         for m, n, k in sizes[precision]:
             # In turn, as the layers of a model come: none finds its matrices in a cache.
@@ -167,10 +167,7 @@ def products(
             count = max(1, min(_LAYERS, _COLD_BYTES // ((m * k + n * k + m * n) * width)))
             layers = itertools.cycle(
                 [
-                    [
-                        torch.randn(shape, device=device, dtype=kind)
-                        for shape in ((m, k), (n, k), (m, n))
-                    ]
+                    [torch.randn(shape, dtype=kind) for shape in ((m, k), (n, k), (m, n))]
                     for _ in range(count)
                 ]
             )
@@ -185,13 +182,10 @@ def products(
             yield Item("product", precision, (m, n, k), work)
 
 
-def attention(model: ModelConfig, precision: str, device: torch.device, batch: int) -> Item:
+def attention(model: ModelConfig, precision: str, batch: int) -> Item:
     shape = (batch, model.num_heads, model.seq_len, model.head_width)
-    q, k, v = (
-        torch.randn(shape, device=device, dtype=_DTYPES[precision], requires_grad=True)
-        for _ in range(3)
-    )
-    gradient = torch.randn(shape, device=device, dtype=_DTYPES[precision])
+    q, k, v = (torch.randn(shape, dtype=_DTYPES[precision], requires_grad=True) for _ in range(3))
+    gradient = torch.randn(shape, dtype=_DTYPES[precision])
 
     def work() -> None:
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -201,16 +195,14 @@ def attention(model: ModelConfig, precision: str, device: torch.device, batch: i
     return Item("attention", precision, (flops,), work)
 
 
-def copy(device: torch.device, many_bytes: int) -> Item:
-    source = torch.ones(many_bytes // 4, device=device)
+def copy(many_bytes: int) -> Item:
+    source = torch.ones(many_bytes // 4)
     target = torch.empty_like(source)
     # Each byte is read and written.
     return Item("copy", "", (2 * many_bytes,), lambda: target.copy_(source))
 
 
-def elementwise(
-    model: ModelConfig, precision: str, device: torch.device, batch: int, compiled: bool
-) -> Iterator[Item]:
+def elementwise(model: ModelConfig, precision: str, batch: int, compiled: bool) -> Iterator[Item]:
     """Yield a block without its products, the passes over the logits, the optimizer's update.
 
     Bytes are those that the planner counts for the same work (`plan/parameters.py`,
@@ -223,8 +215,8 @@ def elementwise(
     tokens, kind = batch * model.seq_len, _DTYPES[precision]
     width = torch.empty((), dtype=kind).element_size()
     moved = 3 * block_elements(model, tokens, 1, False) * width
-    yield Item("elementwise", "block", (moved,), _block(model, tokens, kind, device, made))
-    logits = torch.randn(tokens, model.padded_vocab_size, device=device, dtype=kind)
+    yield Item("elementwise", "block", (moved,), _block(model, tokens, kind, made))
+    logits = torch.randn(tokens, model.padded_vocab_size, dtype=kind)
     sums, softmax = made(statistics), made(softmax_)
 
     def over_logits() -> None:
@@ -233,7 +225,7 @@ def elementwise(
 
     # The planner counts four passes in fp32; two of them are made by the products.
     yield Item("elementwise", "logits", (4 * logits.numel() * 4,), over_logits)
-    weights = [torch.nn.Parameter(torch.randn(1 << 22, device=device)) for _ in range(8)]
+    weights = [torch.nn.Parameter(torch.randn(1 << 22)) for _ in range(8)]
     for weight in weights:
         weight.grad = torch.randn_like(weight)
     update = torch.optim.AdamW(weights, lr=1e-3, fused=True)
@@ -251,14 +243,14 @@ def _block(
     model: ModelConfig,
     tokens: int,
     kind: torch.dtype,
-    device: torch.device,
     made: Callable[[Any], Any],
 ) -> Callable[[], None]:
     """Return norms, residual sums, rotary positions and activation, forward and backward."""
     heads = (1, tokens, model.num_heads, model.head_width)
     stream, wide = (tokens, model.hidden_size), (tokens, model.ffn_hidden_size)
-    norms = [make_norm(model).to(device, kind) for _ in range(2)]
-    table = rotary_table(tokens, model.head_width, model.rotary_pct, model.rotary_base).to(device)
+    norms = [make_norm(model).to(kind) for _ in range(2)]
+    table = rotary_table(tokens, model.head_width, model.rotary_pct, model.rotary_base)
+    table = table.to(torch.get_default_device())
     activation = ACTIVATIONS[model.activation]
 
     def forward(
@@ -269,8 +261,8 @@ def _block(
         return first, second, x + attended + fed, *turned, activation(up)
 
     shapes = (stream, stream, stream, heads, heads, wide)
-    inputs = [torch.randn(shape, device=device, dtype=kind, requires_grad=True) for shape in shapes]
-    gradients = [torch.randn(shape, device=device, dtype=kind) for shape in shapes]
+    inputs = [torch.randn(shape, dtype=kind, requires_grad=True) for shape in shapes]
+    gradients = [torch.randn(shape, dtype=kind) for shape in shapes]
     learnt = [*inputs, *(p for norm in norms for p in norm.parameters())]
     function = made(forward)
 
@@ -290,9 +282,7 @@ def groups(nodes: int, workers: int) -> dict[str, list[list[int]]]:
     return ranks
 
 
-def collectives(
-    nodes: int, workers: int, device: torch.device, sizes: tuple[int, ...]
-) -> Iterator[Item]:
+def collectives(nodes: int, workers: int, sizes: tuple[int, ...]) -> Iterator[Item]:
     """Yield all-reduces of every size, and the two halves of one for the largest (collective).
 
     The halves with the copy between parameters and one buffer that FSDP makes after it gathers and
@@ -306,18 +296,16 @@ def collectives(
         group, _ = dist.new_subgroups_by_enumeration(ranks)
         members = len(ranks[0])
         for size in sizes:
-            yield _item("all_reduce", span, members, size, group, device)
-        yield _item("all_gather", span, members, sizes[-1], group, device)
-        yield _item("reduce_scatter", span, members, sizes[-1], group, device)
+            yield _item("all_reduce", span, members, size, group)
+        yield _item("all_gather", span, members, sizes[-1], group)
+        yield _item("reduce_scatter", span, members, sizes[-1], group)
 
 
-def _item(
-    kind: Kind, span: str, members: int, size: int, group: dist.ProcessGroup, device: torch.device
-) -> Item:
+def _item(kind: Kind, span: str, members: int, size: int, group: dist.ProcessGroup) -> Item:
     # fp32 numbers, in equal shares: the tensor collectives accept no others.
     numbers = max(1, size // 4 // members) * members
-    whole, apart = (torch.zeros(numbers, device=device) for _ in range(2))
-    share = torch.zeros(numbers // members, device=device)
+    whole, apart = (torch.zeros(numbers) for _ in range(2))
+    share = torch.zeros(numbers // members)
 
     def gather() -> None:
         dist.all_gather_into_tensor(whole, share, group=group)

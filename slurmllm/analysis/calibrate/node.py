@@ -16,7 +16,6 @@ from typing import ClassVar, Literal
 
 from slurmllm.core.config.resolve import RunConfig, resolve
 from slurmllm.core.run.records import Record
-from slurmllm.core.slurm.error_texts import ChildProcess
 from slurmllm.launch.diagnose.probe import JsonLine
 from slurmllm.train.backends.environment import load_environment
 from slurmllm.train.control.rendezvous import (
@@ -106,6 +105,9 @@ class Sample(JsonLine):
     value: float = 0.0
 
 
+Samples = Sequence[Sample]
+
+
 def main(task_json: str) -> int:
     """Run the workers; returns the code of the first that fails."""
     task = Task.model_validate_json(task_json).model_copy(update={"begun": time.monotonic()})
@@ -126,7 +128,8 @@ def _measure(task: Task, node: int, cache: str) -> int:
     shared = {name: variable.value for name, variable in caches.items()}
     shared |= {**task.variables, SHARING: str(task.sharing)}
 
-    def start(local_rank: int) -> ChildProcess:
+    workers = []
+    for local_rank in range(task.workers):
         rendezvous = rendezvous_variables(
             task.address,
             task.port,
@@ -136,13 +139,12 @@ def _measure(task: Task, node: int, cache: str) -> int:
             local_rank=local_rank,
             threads=max(1, cpus // task.sharing),
         )
-        return subprocess.Popen(
+        worker = subprocess.Popen(
             [sys.executable, "-P", "-m", _WORKER, task.model_dump_json()],
             env={**os.environ, **shared, **rendezvous},
             preexec_fn=die_with_parent,
         )
-
-    workers = [start(local_rank) for local_rank in range(task.workers)]
+        workers.append(worker)
     try:
         # A worker that fails leaves its peers waiting in a collective: end them all.
         while any(worker.poll() is None for worker in workers):

@@ -10,13 +10,13 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from slurmllm.analysis.calibrate.fits import hardware_of
-from slurmllm.analysis.calibrate.node import Sample, Task
+from slurmllm.analysis.calibrate.node import Sample, Samples, Task
 from slurmllm.core.config.cluster import Cluster, Hardware
 from slurmllm.core.config.resolve import RunConfig, clusters_dir
 from slurmllm.core.config.variables import is_secret, mask
 from slurmllm.core.config.yaml_source import write_yaml
 from slurmllm.core.errors import ConfigError, NodeError
-from slurmllm.core.format import Texts
+from slurmllm.core.format import Texts, format_names
 from slurmllm.core.run.rundir import write_atomic
 from slurmllm.launch.diagnose.probe import read_lines
 from slurmllm.launch.supervise.allocation import Allocation, node_command
@@ -37,7 +37,7 @@ class Calibration:
     # was in use.
     notes: Texts
     seconds: float  # duration of the measurement, s
-    products: tuple[Sample, ...] = ()  # the matrix products, of both precisions
+    products: Samples = ()  # the matrix products, of both precisions
 
 
 def calibrate(
@@ -56,10 +56,9 @@ def calibrate(
     require_measurable(config)
     task = task_of(config, allocation, quick)
     samples, seconds = run_task(config.cluster, task, allocation, show)
-    first, *other_nodes = allocation.nodes if allocation.job_id else (socket.gethostname(),)
-    more = f" and {len(other_nodes)} more" if other_nodes else ""
-    today = datetime.now(UTC).date().isoformat()
-    source = f"measured on {first}{more} by slurmllm calibrate, {today}"
+    names = allocation.nodes if allocation.job_id else (socket.gethostname(),)
+    today = f"{datetime.now(UTC):%Y-%m-%d}"
+    source = f"measured on {format_names(names, 1)} by slurmllm calibrate, {today}"
     hardware, unmeasured = hardware_of(samples, task, config.cluster.hardware, source)
     busy = [
         f"{sample.of}: in use by others, {sample.value:.1f} tasks a CPU; the figures are marked as "
@@ -69,7 +68,7 @@ def calibrate(
     ]
     # Rough: figures measured on a busy node must not refuse a run.
     hardware = hardware.model_copy(update={"rough": bool(busy)})
-    products = tuple(sample for sample in samples if sample.kind == "product")
+    products = [sample for sample in samples if sample.kind == "product"]
     return Calibration(hardware, tuple(allocation.nodes), (*unmeasured, *busy), seconds, products)
 
 
@@ -81,20 +80,20 @@ def run_task(
     command = node_command(cluster, "slurmllm.analysis.calibrate.node")
     processes = allocation.ask([*command, task.model_dump_json()])
     samples = []
-    output: list[str] = []
+    last_line = ""
     for _, line in read_lines(processes, LIMIT_S, lambda: False):
         sample = Sample.parse(line)
         if sample is None:
             # Not a sample: the last such line is the error message if the measurement fails.
-            output += [line.strip()] if line.strip() else []
+            last_line = line.strip() or last_line
         elif sample.kind == "progress":
             show(f"{time.monotonic() - begun:3.0f} s  {sample.of}")
         else:
             samples.append(sample)
     seconds = time.monotonic() - begun
     if any(process.returncode for process in processes) or not samples:
-        last = output[-1] if output else f"no output in {seconds:.1f} s"
-        raise NodeError(f"{' '.join(allocation.nodes)}: the measurement failed: {last}")
+        reason = last_line or f"no output in {seconds:.1f} s"
+        raise NodeError(f"{' '.join(allocation.nodes)}: the measurement failed: {reason}")
     show(f"{seconds:3.0f} s  done")
     return samples, seconds
 
@@ -144,18 +143,18 @@ def task_of(config: RunConfig, allocation: Allocation, quick: bool) -> Task:
 
 def check_target(path: Path) -> None:
     """Raise ConfigError, before the measurement, unless a new profile can be written to `path`."""
-    option = f"--out {path}"
+    option, folder = f"--out {path}", path.resolve().parent
     if path.suffix not in (".yaml", ".yml"):
         raise ConfigError(f"{option}: a profile's name ends in .yaml; choose such a name")
-    if path.resolve().parent == clusters_dir().resolve():
+    if folder == clusters_dir().resolve():
         raise ConfigError(
             f"{option}: the profiles that ship with slurmllm are not written to; choose a file of "
             "your own and name it with --cluster"
         )
     if path.exists():
         raise ConfigError(f"{option}: exists and is not overwritten; choose another name")
-    if not path.resolve().parent.is_dir():
-        raise ConfigError(f"{option}: there is no folder {path.resolve().parent}; make it first")
+    if not folder.is_dir():
+        raise ConfigError(f"{option}: there is no folder {folder}; make it first")
 
 
 def profile_text(cluster: Cluster, calibration: Calibration) -> str:

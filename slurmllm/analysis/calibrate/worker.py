@@ -19,7 +19,6 @@ from datetime import timedelta
 from pathlib import Path
 
 import numpy as np
-import torch
 import torch.distributed as dist
 
 from slurmllm.analysis.calibrate import measuring
@@ -58,7 +57,6 @@ PARTS_S = {
 def main(task_json: str) -> None:
     task = Task.model_validate_json(task_json)
     local_rank, rank = int(os.environ["LOCAL_RANK"]), int(os.environ["RANK"])
-    first = rank == 0
     try:
         kind = KINDS[task.device](local_rank)
     except ConfigError as error:
@@ -66,11 +64,11 @@ def main(task_json: str) -> None:
     device = kind.torch
     steps: list[Sample] = []
     scale = scale_of(task)
-    measurements = _measurements(task, scale, device)
+    measurements = _measurements(task, scale)
     count = len(measurements) + (not task.products_only)
     if not task.products_only:
         model = "a wide model" if kind.asynchronous else "a tiny model"
-        _progress(f"1 of {count}: {model}, for the overhead of steps and libraries", first)
+        _progress(f"1 of {count}: {model}, for the overhead of steps and libraries")
         # First, as each worker's backend starts a process group of its own.
         for layers in STEP_LAYERS[task.device]:
             steps += time_steps(task, layers, local_rank)
@@ -80,19 +78,21 @@ def main(task_json: str) -> None:
     for sample in steps:
         _write_mean(sample)
     for index, (name, items) in enumerate(measurements.items()):
-        _progress(f"{count - len(measurements) + index + 1} of {count}: {name}", first)
+        _progress(f"{count - len(measurements) + index + 1} of {count}: {name}")
         limit_s = math.inf
         if kind.asynchronous:
             left_s = task.begun + GPU_LIMIT_S - time.monotonic()
             remaining_s = sum(PARTS_S[measurement] for measurement in [*measurements][index:])
             limit_s = PARTS_S[name] * min(1.0, max(0.0, left_s) / remaining_s)
-        measure(list(items()), device, scale.budget_s, scale.rounds, limit_s)
+        with device:
+            made = list(items())
+        measure(made, device, scale.budget_s, scale.rounds, limit_s)
         kind.release()
     dist.barrier()
     dist.destroy_process_group()
 
 
-def _measurements(task: Task, scale: Scale, device: torch.device) -> Measurements:
+def _measurements(task: Task, scale: Scale) -> Measurements:
     """Return name → measurements, created lazily: their tensors would not fit all at once."""
     model, precision, batch = scale.model, task.precision, scale.batch
     widths = scale.widths
@@ -102,21 +102,21 @@ def _measurements(task: Task, scale: Scale, device: torch.device) -> Measurement
     if task.products_only:
         grid = product_grid(scale.tokens, widths)
         sizes = {"fp32": grid, "bf16": grid}
-        return {"matrix products": lambda: measuring.products(device, sizes)}
+        return {"matrix products": lambda: measuring.products(sizes)}
     if task.device == "cuda":  # of the other precision only the peak is needed
         sizes["fp32" if precision == "bf16" else "bf16"] = [feed_forward[-1]]
     measurements: Measurements = {
-        "matrix products": lambda: measuring.products(device, sizes),
-        "attention": lambda: [measuring.attention(model, precision, device, batch)],
-        "memory": lambda: [measuring.copy(device, scale.copied_bytes)],
+        "matrix products": lambda: measuring.products(sizes),
+        "attention": lambda: [measuring.attention(model, precision, batch)],
+        "memory": lambda: [measuring.copy(scale.copied_bytes)],
     }
     if task.device == "cpu":  # on GPUs steps show it, in whose graphs it is fused
         measurements["elementwise work"] = lambda: measuring.elementwise(
-            model, precision, device, batch, task.compiled
+            model, precision, batch, task.compiled
         )
     if task.nodes * task.workers > 1:
         measurements["collectives"] = lambda: measuring.collectives(
-            task.nodes, task.workers, device, scale.collective_bytes
+            task.nodes, task.workers, scale.collective_bytes
         )
     return measurements
 
@@ -140,8 +140,8 @@ def _write_mean(sample: Sample) -> None:
         sample.model_copy(update={"value": statistics.fmean(values)}).write()
 
 
-def _progress(message: str, first: bool) -> None:
-    if first:
+def _progress(message: str) -> None:
+    if os.environ["RANK"] == "0":
         Sample(kind="progress", of=message).write()
 
 

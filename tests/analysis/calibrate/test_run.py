@@ -176,9 +176,11 @@ def test_this_machine_measures_products_only() -> None:
     task = task_of(config, LocalAllocation(), quick=True).model_copy(update=update)
     samples, _ = run_task(config.cluster, task, LocalAllocation(), print)
     assert {sample.kind for sample in samples} == {"busy", "reserved", "memory", "product"}
-    assert config.cluster.hardware is not None
+    hardware = config.cluster.hardware
+    assert hardware is not None
     products = [sample for sample in samples if sample.kind == "product"]
-    rows = measured_products(matrix_figures(products, "bf16", config.cluster.hardware), products)
+    fitted = matrix_figures(products, "bf16", hardware, hardware.memory_gb_s)
+    rows = measured_products(hardware.model_copy(update=fitted), products)
     assert [(row["precision"], row["n"], row["k"]) for row in rows] == [
         (precision, n, k)
         for precision in ("bf16", "fp32")
