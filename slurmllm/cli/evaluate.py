@@ -13,14 +13,13 @@ import click
 
 from slurmllm.cli import commands, options
 from slurmllm.core.errors import EXIT_NEGATIVE, CheckpointError, ConfigError, DataError, UserError
-from slurmllm.core.format import Texts
+from slurmllm.core.format import Json, Texts
 from slurmllm.core.run.rundir import RunDir
 
 if TYPE_CHECKING:
     from slurmllm.analysis.evaluate.evaluate import EvaluationPlan, EvaluationResult
     from slurmllm.analysis.evaluate.request import (
         EvaluationSettings,
-        EvaluationTarget,
         JobRequest,
         Selection,
     )
@@ -131,20 +130,20 @@ def evaluate(
         return
     target = find_target(run, runs_dir)
     plan = plan_evaluation(target, located, settings, named=tasks, corpus=corpus)
-    selection = select_models(target, steps, lambda model: plan.is_cached(target, model, force))
-    missing, forbidden, cached = plan_jobs(target, selection.models, plan, force=force)
+    selection = select_models(target, steps, lambda model: plan.is_cached(model, force))
+    missing, forbidden, cached = plan_jobs(selection.models, plan, force=force)
     plan = _skip(plan, forbidden, tasks, selection.warnings)
     if missing:
         _check_jobs(missing, plan, slurm)
         # A named corpus is part of the task's name, which no saved suite could repeat.
         if corpus is None:
-            _save_suites(plan, target, complete=not (suites and tasks))
+            _save_suites(plan, complete=not (suites and tasks))
     result = _run(missing, target.store, jobs, slurm, cluster, job)
     result.cached = cached
-    for failure in missing_metrics(target, selection.models, plan):
+    for failure in missing_metrics(selection.models, plan):
         options.note(f"failed: step {failure.step}, {failure.task}: {failure.error}")
         result.failed.append(failure)
-    report(target, selection, plan, result, plot, as_json, monotonic() - started)
+    report(selection, plan, result, plot, as_json, monotonic() - started)
     _check_damage(selection, result)
     ctx.exit(EXIT_NEGATIVE if result.failed else 0)
 
@@ -156,12 +155,12 @@ def _check_output(suites: Texts, fetch: bool, plot: str | None, as_json: bool) -
         raise UserError("--plot names the picture of one suite; leave out other --suite")
 
 
-def _save_suites(plan: EvaluationPlan, target: EvaluationTarget, complete: bool) -> None:
+def _save_suites(plan: EvaluationPlan, complete: bool) -> None:
     from slurmllm.analysis.evaluate.suites import save_suite
 
     for suite in plan.suites:
         if not suite.shipped:
-            save_suite(target.store, suite, complete=complete)
+            save_suite(plan.target.store, suite, complete=complete)
 
 
 def _skip(
@@ -178,7 +177,7 @@ def _skip(
     return replace(plan, skipped=skipped)
 
 
-def _locate_suites(suites: Texts, tasks: Texts, shots: int | None) -> tuple[LocatedSuite, ...]:
+def _locate_suites(suites: Texts, tasks: Texts, shots: int | None) -> list[LocatedSuite]:
     from slurmllm.analysis.evaluate.suites import (
         LocatedSuite,
         find_suite,
@@ -195,13 +194,13 @@ def _locate_suites(suites: Texts, tasks: Texts, shots: int | None) -> tuple[Loca
                 f"no task is given: --suite NAME ({', '.join(suite_names())}, or a .yaml "
                 "file), --task TASK of the harness, or --task validation"
             )
-        return (LocatedSuite(suite_of_tasks(tasks, shots), suites_dir()),)
+        return [LocatedSuite(suite_of_tasks(tasks, shots), suites_dir())]
     located = [find_suite(name) for name in dict.fromkeys(suites)]
     if tasks:
         located = [replace(it, suite=it.suite.only(tasks)) for it in located]
     if shots is not None:
         located = [replace(it, suite=it.suite.with_shots(shots), shipped=False) for it in located]
-    return tuple(located)
+    return located
 
 
 def _check_jobs(jobs: Sequence[JobRequest], plan: EvaluationPlan, slurm: bool) -> None:
@@ -213,10 +212,9 @@ def _check_jobs(jobs: Sequence[JobRequest], plan: EvaluationPlan, slurm: bool) -
     if tasks:
         require_harness()
         # The tests check the tasks of shipped suites, and the index takes seconds.
-        if not all(suite.shipped for suite in plan.suites):
-            checked = (task_fault(task, settings.allow_code) for task in tasks.values())
-            if faults := dict.fromkeys(fault for fault in checked if fault is not None):
-                raise UserError("\n  ".join(faults))
+        checked = [] if all(suite.shipped for suite in plan.suites) else tasks.values()
+        if faults := dict.fromkeys(filter(None, map(task_fault, checked))):
+            raise UserError("\n  ".join(faults))
     # On Slurm the nodes have the devices, not this machine.
     if settings.device == "cuda" and not slurm:
         resolve_device("cuda")
@@ -234,7 +232,7 @@ def _fetch(ctx: click.Context, suites: Sequence[LocatedSuite], allow_code: bool)
             if row.task == VALIDATION:
                 continue
             try:
-                fetch(TaskRequest(row, located.folder, ""), allow_code)
+                fetch(TaskRequest(row, located.folder, "", allow_code))
                 click.echo(f"{row.task}: fetched")
             except DataError as error:
                 failed = True
@@ -248,7 +246,7 @@ def _run(
     at_once: int | None,
     slurm: bool,
     cluster: str | None,
-    job_options: dict[str, Any],
+    job_options: Json,
 ) -> EvaluationResult:
     """Run jobs; report new scores and failures on stderr."""
     from slurmllm.analysis.evaluate.evaluate import EvaluationResult, run_jobs

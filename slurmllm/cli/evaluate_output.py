@@ -16,14 +16,13 @@ from slurmllm.core.format import Json, Texts, format_plural
 
 if TYPE_CHECKING:
     from slurmllm.analysis.evaluate.evaluate import EvaluationPlan, EvaluationResult
-    from slurmllm.analysis.evaluate.request import EvaluationTarget, Selection
+    from slurmllm.analysis.evaluate.request import Selection
     from slurmllm.analysis.evaluate.scores import ScoreRow, ScoreTable
 
 _MAX_COLUMNS = 8
 
 
 def report(
-    target: EvaluationTarget,
     selection: Selection,
     plan: EvaluationPlan,
     result: EvaluationResult,
@@ -35,7 +34,8 @@ def report(
     from slurmllm.analysis.evaluate.evaluate import select_steps, suite_tables
     from slurmllm.core.metrics.source import read_curve
 
-    tables, warnings = suite_tables(target, selection.models, plan)
+    target = plan.target
+    tables, warnings = suite_tables(selection.models, plan)
     curve = None
     if plot is not None and target.run is not None:
         # The picture shows the training loss too, if the run has metrics (a copy may have none).
@@ -60,7 +60,7 @@ def report(
     steps = [model.step for model in selection.models]
     selected = [select_steps(table, steps) for table in tables]
     if as_json:
-        values = _values(target, selection, plan, selected, plots, result)
+        values = _values(selection, plan, selected, plots, result)
         values |= {"limit": plan.settings.limit, "warnings": [*selection.warnings, *warnings]}
         options.echo_json({**values, "seconds": round(seconds, 3)})
         return
@@ -75,7 +75,6 @@ def report(
 
 
 def _values(
-    target: EvaluationTarget,
     selection: Selection,
     plan: EvaluationPlan,
     tables: Sequence[ScoreTable],
@@ -89,7 +88,7 @@ def _values(
         for row in group.tasks
     }
     return {
-        "run": target.store.name,
+        "run": plan.target.store.name,
         "checkpoints": [
             {"step": m.step, "tokens": m.tokens, "checksum": m.checksum, "path": str(m.directory)}
             for m in selection.models

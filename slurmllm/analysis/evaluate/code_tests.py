@@ -16,19 +16,18 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from math import comb
-from typing import Any
+
+from slurmllm.core.format import Values
 
 TIME_LIMIT_S = 10
 # Address space and file size, bytes.
 _LIMITS = {resource.RLIMIT_AS: 4 << 30, resource.RLIMIT_FSIZE: 64 << 20}
 
 
-def programs(
-    responses: Sequence[Sequence[str]], docs: Sequence[Mapping[str, Any]]
-) -> list[list[str]]:
+def programs(responses: Sequence[Sequence[str]], docs: Sequence[Values]) -> list[list[str]]:
     """Return prompts followed by what the model wrote: a filter of the harness."""
     return [
         [doc["prompt"] + response for response in samples]

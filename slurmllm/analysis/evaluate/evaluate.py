@@ -34,7 +34,7 @@ from slurmllm.analysis.evaluate.validation_text import LOOP, cache_key_parts, va
 from slurmllm.core.errors import DataError, SlurmllmError, StorageError, UserError
 from slurmllm.core.format import Texts
 from slurmllm.core.run.artifact_records import EvaluationRecord
-from slurmllm.core.run.rundir import RunDir
+from slurmllm.core.run.rundir import RunDir, storage_errors
 from slurmllm.core.slurm.arrays import ArrayRequest, map_calls
 from slurmllm.core.slurm.processes import FailedCall
 from slurmllm.train.checkpoint.catalogue import read_entry, verify_entry
@@ -47,7 +47,8 @@ _STALE_EXPORT_S = 30 * 24 * 3600.0
 class EvaluationPlan:
     """The tasks for every model."""
 
-    suites: tuple[LocatedSuite, ...]  # without the tasks that are skipped
+    target: EvaluationTarget
+    suites: Sequence[LocatedSuite]  # without the tasks that are skipped
     validation: ValidationText | None  # text of `validation`, if requested
     skipped: dict[str, str]  # task → reason
     harness: str | None  # its version; if not installed, that of the newest cached score, or None
@@ -60,29 +61,27 @@ class EvaluationPlan:
             row, version = SuiteTask(task=row.task), LOOP
             parts = cache_key_parts(self.validation, self.settings.tokenizer)
         key = task_key(row, folder, self.settings.limit, version, parts)
-        return TaskRequest(row, folder, key)
+        return TaskRequest(row, folder, key, self.settings.allow_code)
 
-    def tasks(self) -> tuple[TaskRequest, ...]:
+    def tasks(self) -> list[TaskRequest]:
         """Return all tasks, each once."""
-        unique: dict[str, TaskRequest] = {}
-        for located in self.suites:
-            for row in located.suite.rows():
-                task = self.request(row, located.folder)
-                unique.setdefault(task.key, task)  # a row of another metric has the same key
-        return tuple(unique.values())
+        requests = (self.request(row, s.folder) for s in self.suites for row in s.suite.rows())
+        # A row of another metric has the same key.
+        return list({task.key: task for task in requests}.values())
 
-    def permitted(self) -> tuple[TaskRequest, ...]:
+    def permitted(self) -> list[TaskRequest]:
         """Return the tasks, without those that run the model's programs unless `allow_code`."""
         allow_code = self.settings.allow_code
-        return tuple(task for task in self.tasks() if allow_code or not task.task.runs_code)
+        return [task for task in self.tasks() if allow_code or not task.task.runs_code]
 
-    def is_cached(self, target: EvaluationTarget, model: ModelRef, force: bool) -> bool:
+    def is_cached(self, model: ModelRef, force: bool) -> bool:
         """Return whether a model has all scores that may be computed; never with `force`."""
-        job = self.job(target.store, model, self.permitted())
+        job = self.job(model, self.permitted())
         return not force and all(is_cached(job, task) for task in job.tasks)
 
-    def job(self, store: RunDir, model: ModelRef, tasks: tuple[TaskRequest, ...]) -> JobRequest:
-        return JobRequest(store.path, model, tasks, self.validation, self.settings)
+    def job(self, model: ModelRef, tasks: Sequence[TaskRequest]) -> JobRequest:
+        store = self.target.store.path
+        return JobRequest(store, model, tasks, self.validation, self.settings)
 
 
 class TaskFailure(NamedTuple):
@@ -135,8 +134,8 @@ def plan_evaluation(
             return row.model_copy(update={"task": validation.name, "name": row.title})
         return None if row.task in skipped else row
 
-    remaining = tuple(replace(s, suite=s.suite.changed(resolve)) for s in suites)
-    if all(not tuple(located.suite.rows()) for located in remaining):
+    remaining = [replace(s, suite=s.suite.changed(resolve)) for s in suites]
+    if not any(located.suite.groups for located in remaining):
         reasons = "; ".join(f"{task} {why}" for task, why in skipped.items())
         raise UserError(f"no task is left to evaluate: {reasons}")
     version = harness_version()
@@ -147,11 +146,11 @@ def plan_evaluation(
         of_harness = [record for _, record in stored if record.version != LOOP]
         newest = max(of_harness, key=lambda record: record.evaluated_at, default=None)
         version = newest.version if newest else None
-    return EvaluationPlan(remaining, validation, skipped, version, settings)
+    return EvaluationPlan(target, remaining, validation, skipped, version, settings)
 
 
 def plan_jobs(
-    target: EvaluationTarget, models: Sequence[ModelRef], plan: EvaluationPlan, *, force: bool
+    models: Sequence[ModelRef], plan: EvaluationPlan, *, force: bool
 ) -> tuple[list[JobRequest], dict[str, str], int]:
     """Return a job for each model with scores that are not cached; with `force`, for all.
 
@@ -162,25 +161,24 @@ def plan_jobs(
     forbidden: dict[str, str] = {}
     cached = 0
     for model in models:
-        job = plan.job(target.store, model, tasks)
+        job = plan.job(model, tasks)
         missing = [task for task in tasks if force or not is_cached(job, task)]
         forbidden |= {
             task.task.task: "executes model-written code; pass --allow-code-execution to allow it"
             for task in missing
             if task not in permitted
         }
-        if todo := tuple(task for task in missing if task in permitted):
+        if todo := [task for task in missing if task in permitted]:
             jobs.append(replace(job, tasks=todo))
         cached += sum(is_cached(job, task) and task not in todo for task in tasks)
     return jobs, forbidden, cached
 
 
 def is_cached(job: JobRequest, task: TaskRequest) -> bool:
-    try:
+    with contextlib.suppress(StorageError):
         EvaluationRecord.load(job.score_file(task))
-    except StorageError:
-        return False
-    return True
+        return True
+    return False
 
 
 def run_jobs(
@@ -216,8 +214,7 @@ def run_jobs(
                     result.damaged[step] = outcome.damaged
                     continue
                 for task in job.tasks:
-                    if task.key in outcome.failed:
-                        reason = outcome.failed[task.key]
+                    if reason := outcome.failed.get(task.key):
                         echo(f"failed: step {step}, {job.title(task)}: {reason}")
                         name, shots = task.task.task, task.task.shots
                         result.failed.append(TaskFailure(step, name, shots, reason))
@@ -234,15 +231,13 @@ def run_jobs(
     return result
 
 
-def missing_metrics(
-    target: EvaluationTarget, models: Sequence[ModelRef], plan: EvaluationPlan
-) -> Iterator[TaskFailure]:
+def missing_metrics(models: Sequence[ModelRef], plan: EvaluationPlan) -> Iterator[TaskFailure]:
     """Yield the rows whose metric is not among a task's scores."""
     for model in models:
         for located in plan.suites:
             for row in located.suite.rows():
                 key = plan.request(row, located.folder).key
-                path = target.store.evaluation(model.checksum, key)
+                path = plan.target.store.evaluation(model.checksum, key)
                 if row.metric is None or not path.is_file():
                     continue
                 scores = EvaluationRecord.load(path).scores
@@ -252,14 +247,14 @@ def missing_metrics(
 
 
 def suite_tables(
-    target: EvaluationTarget, models: Sequence[ModelRef], plan: EvaluationPlan
+    models: Sequence[ModelRef], plan: EvaluationPlan
 ) -> tuple[list[ScoreTable], list[str]]:
     """Return the tables of the suites, and a warning for each unreadable file.
 
     Excludes scores of a different validation text with the same name, and scores of weights that
     a selected step had earlier.
     """
-    stored, warnings = read_scores(target.store)
+    stored, warnings = read_scores(plan.target.store)
     checksums = {model.step: model.checksum for model in models}
     stored = [
         (key, record)
@@ -287,8 +282,8 @@ def select_steps(table: ScoreTable, steps: Sequence[int]) -> ScoreTable:
         )
         for row in table.rows
     ]
-    scored = tuple(step for step in table.steps if step in steps)
-    return replace(table, rows=tuple(row for row in rows if row.scores), steps=scored)
+    scored = [step for step in table.steps if step in steps]
+    return replace(table, rows=[row for row in rows if row.scores], steps=scored)
 
 
 _SHARD_BYTES = 5 * 10**9  # files of an exported model
@@ -379,19 +374,15 @@ def exported(model: ModelRef, store: Path, settings: EvaluationSettings) -> Iter
     tokenizer = checkpoint_tokenizer(directory, settings.tokenizer)
     if not tokenizer.files:
         raise DataError(f"no tokenizer is known for {directory}; give --tokenizer FILE")
-    try:
+    fault = f"cannot create a folder for the exported model in {store}"
+    with storage_errors(fault, "check its permissions and the file system"):
         store.mkdir(parents=True, exist_ok=True)
         prefix = f"{EXPORT_PREFIX}{settings.call_id}-"
-        temporary = Path(tempfile.mkdtemp(prefix=prefix, dir=store))
-    except OSError as error:
-        raise StorageError(
-            f"cannot create a folder for the exported model in {store}: "
-            f"{error.strerror or error}; check its permissions and the file system"
-        ) from error
-    try:
-        folder = temporary / directory.name
+        temporary = tempfile.TemporaryDirectory(
+            prefix=prefix, dir=store, ignore_cleanup_errors=True
+        )
+    # If the job is killed, the caller removes the folder (`evaluate.run_jobs`).
+    with temporary as parent:
+        folder = Path(parent, directory.name)
         run_export(plan_export(directory, tokenizer), folder, _SHARD_BYTES)
         yield folder
-    finally:
-        # If the job is killed, the caller removes the folder (`evaluate.run_jobs`).
-        shutil.rmtree(temporary, ignore_errors=True)

@@ -43,9 +43,20 @@ _TRUST = "pass --allow-code-execution to allow it, if you trust its author"
 # Settings that change only prompts, answers and metrics. The harness's own functions can be made to
 # run code by the others: some evaluate the questions, or load the tokenizer that `metadata` names.
 _PROMPT_SETTINGS = {
-    *("description", "doc_to_choice", "doc_to_target", "doc_to_text", "fewshot_delimiter"),
-    *("filter_list", "gen_prefix", "generation_kwargs", "metric_list", "num_fewshot", "repeats"),
-    *("target_delimiter", "task", "task_alias"),
+    "description",
+    "doc_to_choice",
+    "doc_to_target",
+    "doc_to_text",
+    "fewshot_delimiter",
+    "filter_list",
+    "gen_prefix",
+    "generation_kwargs",
+    "metric_list",
+    "num_fewshot",
+    "repeats",
+    "target_delimiter",
+    "task",
+    "task_alias",
 }
 # Settings by which transformers, datasets and evaluate run programs of a folder or of the hub.
 _CODE_SETTINGS = ("class", "custom_generate", "hf_evaluate", "trust_remote_code", "use_prompt")
@@ -79,17 +90,17 @@ class Harness:
         scores = {}
         errors = {}
         for key, value in results["results"][name].items():
-            metric, comma, filter_name = key.partition(",")
+            metric, comma, _ = key.partition(",")
             # `alias` has no comma; a standard error may be "N/A".
             if not comma or isinstance(value, str) or not math.isfinite(float(value)):
                 continue
             if metric.endswith("_stderr"):
-                errors[f"{metric.removesuffix('_stderr')},{filter_name}"] = float(value)
+                errors[key.replace("_stderr,", ",")] = float(value)
             else:
                 scores[key] = float(value)
         if not scores:
             raise DataError(f"{name} has no metric that is a finite number")
-        shots = results.get("n-shot", {}).get(name, request.task.shots)
+        shots = results.get("n-shot", {}).get(name)
         shots = shots if isinstance(shots, int) else request.task.shots
         num_samples = sum(int(n["effective"]) for n in results["n-samples"].values())
         return TaskScores(scores, errors, num_samples, require_harness(), shots)
@@ -99,7 +110,7 @@ class Harness:
         if settings.allow_code:
             os.environ["HF_ALLOW_CODE_EVAL"] = "1"  # required by metrics that run programs
         with _translated(task.task):
-            if fault := task_fault(request, settings.allow_code):
+            if fault := task_fault(request):
                 raise UserError(fault)
             import lm_eval
 
@@ -119,10 +130,10 @@ class Harness:
                 )
             results = lm_eval.simple_evaluate(
                 model=self._loaded_model,
-                tasks=[_harness_task(request, settings.allow_code)],
+                tasks=[_harness_task(request)],
                 num_fewshot=task.shots,
                 limit=settings.limit,
-                task_manager=_manager_of(request, settings.allow_code),
+                task_manager=_manager_of(request),
                 confirm_run_unsafe_code=settings.allow_code,
                 log_samples=False,  # kept in memory otherwise, all prompts and answers
             )
@@ -175,14 +186,15 @@ def task_manager(folder: str | None, allow_code: bool = False) -> Any:
     return manager
 
 
-def _manager_of(request: TaskRequest, allow_code: bool) -> Any:
+def _manager_of(request: TaskRequest) -> Any:
     folder = request.task.folder
-    return task_manager(None if folder is None else str(request.folder / folder), allow_code)
+    path = None if folder is None else str(request.folder / folder)
+    return task_manager(path, request.allow_code)
 
 
-def _harness_task(request: TaskRequest, allow_code: bool) -> Any:
+def _harness_task(request: TaskRequest) -> Any:
     """Return a task's name, or the harness's task object with the options of the suite."""
-    task, manager = request.task, _manager_of(request, allow_code)
+    task, manager = request.task, _manager_of(request)
     if not task.options:
         return task.task
     # If given as {"task": name, **options}, harness 0.4.13 ignores the task's own file.
@@ -267,12 +279,12 @@ def _refuse_code(settings: Values, source: str, allowed: Collection[str] | None 
         )
 
 
-def task_fault(request: TaskRequest, allow_code: bool) -> str | None:
+def task_fault(request: TaskRequest) -> str | None:
     """Return why the harness cannot run a task, by its name and file; None if it can.
 
     Raises UserError if there is no such folder of tasks, or the harness cannot be imported.
     """
-    name, manager = request.task.task, _manager_of(request, allow_code)
+    name, manager = request.task.task, _manager_of(request)
     if name not in manager.all_tasks:
         return _unknown_task(name, manager.all_tasks)
     entry = manager.task_index[name]
@@ -283,20 +295,20 @@ def task_fault(request: TaskRequest, allow_code: bool) -> str | None:
         members = [task if isinstance(task, str) else task.get("task") for task in file["task"]]
         tasks = ", ".join(member for member in members if isinstance(member, str))
         return f"{name} is a group without a metric of its own; name its tasks: {tasks}"
-    if file.get("unsafe_code") and not allow_code:
+    if file.get("unsafe_code") and not request.allow_code:
         return f"{name} executes model-written code; pass --allow-code-execution to allow it"
     try:
-        _check_code(request, allow_code)
+        _check_code(request)
     except UserError as error:
         return str(error)
     return None
 
 
-def _check_code(request: TaskRequest, allow_code: bool) -> None:
+def _check_code(request: TaskRequest) -> None:
     """Raise UserError if a task or the suite's options run code that is not allowed or shipped."""
-    if allow_code:
+    if request.allow_code:
         return
-    manager = _manager_of(request, allow_code)
+    manager = _manager_of(request)
     entry = manager.task_index[request.task.task]
     if entry.yaml_path and not _is_shipped(entry.yaml_path.resolve()):
         manager._factory._load_full_config(entry)
@@ -352,15 +364,15 @@ def _translate_error(task: str, error: Exception) -> SlurmllmError:
     return DataError(f"{type(error).__name__}: {message}")
 
 
-def fetch(request: TaskRequest, allow_code: bool) -> None:
+def fetch(request: TaskRequest) -> None:
     """Download a task's questions into the cache of this machine (HF_HOME); raise as `score`."""
     name = request.task.task
     with _translated(name):
-        manager = _manager_of(request, allow_code)
+        manager = _manager_of(request)
         if name not in manager.all_tasks:
             raise UserError(_unknown_task(name, manager.all_tasks))
-        _check_code(request, allow_code)
-        manager.load([_harness_task(request, allow_code)])
+        _check_code(request)
+        manager.load([_harness_task(request)])
 
 
 @contextmanager

@@ -5,17 +5,19 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+
+import numpy as np
 
 from slurmllm.analysis.evaluate.scores import ScoreRow, ScoreTable
 from slurmllm.analysis.evaluate.suites import AVERAGE
 from slurmllm.core.display.pictures import Axes, EngFormatter, Figure, MaxNLocator, write_picture
+from slurmllm.core.format import Json
 from slurmllm.core.metrics.curves import Curve, thin_rows
 from slurmllm.core.run.rundir import RunDir
 
 _COLUMNS = 3
 _MAX_POINTS = 1200  # of the training loss: one for each column of the picture
-_ROW_LOOK: dict[str, Any] = {"markersize": 3, "linewidth": 1.2}
+_ROW_LOOK: Json = {"markersize": 3, "linewidth": 1.2}
 _REFERENCE_COLOURS = ("0.25", "tab:red", "tab:purple", "tab:brown", "tab:olive", "tab:cyan")
 
 
@@ -57,17 +59,16 @@ def _draw_panel(
     for row in rows:
         steps = sorted(row.scores)
         x = [table.tokens[step] if against_tokens else step for step in steps]
-        y = [row.scores[step] for step in steps]
+        y = np.array([row.scores[step] for step in steps])
         average = row.name.startswith(AVERAGE)
         look = {"markersize": 4, "linewidth": 2.4, "color": "black"} if average else _ROW_LOOK
         (line,) = ax.plot(x, y, marker="o", label=row.name, **look)
         if all(step in row.errors for step in steps):
-            low = [value - row.errors[step] for value, step in zip(y, steps, strict=True)]
-            high = [value + row.errors[step] for value, step in zip(y, steps, strict=True)]
+            errors, color = np.array([row.errors[step] for step in steps]), line.get_color()
             if len(steps) > 1:
-                ax.fill_between(x, low, high, color=line.get_color(), alpha=0.15, linewidth=0)
+                ax.fill_between(x, y - errors, y + errors, color=color, alpha=0.15, linewidth=0)
             else:
-                ax.errorbar(x, y, [row.errors[steps[0]]], color=line.get_color(), capsize=3)
+                ax.errorbar(x, y, errors, color=color, capsize=3)
     # One dashed line per published model: its average, or its score in the panel's only row.
     main_row = next((row for row in rows if row.name.startswith(AVERAGE)), rows[0])
     if len(rows) == 1 or main_row.name.startswith(AVERAGE):

@@ -31,7 +31,7 @@ from slurmllm.train.checkpoint.catalogue import (
     read_entry,
     require_step,
 )
-from slurmllm.train.checkpoint.folder import MANIFEST
+from slurmllm.train.checkpoint.folder import MANIFEST, describe
 from slurmllm.train.checkpoint.state import MODEL
 
 HARNESS = "lm_eval"
@@ -70,6 +70,7 @@ class TaskRequest:
     task: SuiteTask
     folder: Path  # the task's own folder is relative to it
     key: str  # cache key of its scores
+    allow_code: bool = False  # as in the settings
 
 
 @dataclass(frozen=True)
@@ -90,7 +91,7 @@ class JobRequest:
 
     store: Path  # directory that holds the scores: the run's, or the model folder
     model: ModelRef
-    tasks: tuple[TaskRequest, ...]
+    tasks: Sequence[TaskRequest]
     validation: ValidationText | None  # text of `validation`, if requested
     settings: EvaluationSettings
 
@@ -139,12 +140,9 @@ def folder_checksum(folder: Path) -> str:
             "(pytorch_model.bin) can run code; load the model in transformers, if you trust its "
             "author, and save it again with save_pretrained, which writes safetensors"
         )
-    contents = {}
-    for path in sorted(folder.iterdir()):
-        if path.is_file() and path.name != MODEL:  # which is slurmllm's own, written on import
-            with path.open("rb") as stream:
-                contents[path.name] = hashlib.file_digest(stream, "sha256").hexdigest()
-    return _digest(contents)
+    # Without slurmllm's own file, which is written on import.
+    names = (p.name for p in sorted(folder.iterdir()) if p.is_file() and p.name != MODEL)
+    return _digest({name: describe(folder, name).sha256 for name in names})
 
 
 def task_key(
@@ -212,7 +210,7 @@ class EvaluationTarget:
 class Selection:
     """The models to evaluate."""
 
-    models: tuple[ModelRef, ...]  # oldest first
+    models: Sequence[ModelRef]  # oldest first
     named_steps: frozenset[int] = frozenset()  # requested by number
     warnings: Texts = ()  # checkpoints that are skipped, with the reason
 
@@ -250,7 +248,7 @@ def select_models(
             return Selection((_model(read_entry(folder)),))
         return Selection((ModelRef(folder, 0, 0, folder_checksum(folder), huggingface=True),))
     # Reads only manifests; the job verifies the files, which takes minutes for a large model.
-    run = target.run or target.store
+    run = target.store
     entries = list_checkpoints(run)
     invalidated = invalidated_checkpoints(run)
     complete = {
@@ -283,7 +281,7 @@ def select_models(
             entry = read_entry(require_step(run, choice, "latest, or all"))
             selected.setdefault(int(choice), _model(entry))
             named.add(int(choice))
-    models = tuple(selected[step] for step in sorted(selected))
+    models = [selected[step] for step in sorted(selected)]
     return Selection(models, frozenset(named), tuple(dict.fromkeys(warnings)))
 
 

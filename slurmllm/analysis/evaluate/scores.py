@@ -49,9 +49,14 @@ class ScoreRow:
         if model not in self.references:
             return ABSENT
         error = self.reference_errors.get(model)
-        figure = number(self.references[model]) + ("" if error is None else f" ± {error:.2g}")
+        figure = with_error(number(self.references[model]), error)
         difference = self.difference(model, steps[-1]) if steps else None
         return figure if difference is None else f"{figure} ({difference:+.1f} SE)"
+
+
+def with_error(figure: str, error: float | None) -> str:
+    """Return `0.39 ± 0.0053`."""
+    return figure if error is None else f"{figure} ± {error:.2g}"
 
 
 @dataclass(frozen=True)
@@ -59,8 +64,8 @@ class ScoreTable:
     """The scores of a run in a suite."""
 
     suite: str
-    rows: tuple[ScoreRow, ...]
-    steps: tuple[int, ...]  # of the checkpoints that have a score, ascending
+    rows: Sequence[ScoreRow]
+    steps: Sequence[int]  # of the checkpoints that have a score, ascending
     tokens: Mapping[int, int]  # checkpoint's step → tokens trained on
     sources: Mapping[str, str]  # name of a published model → where its figures were published
 
@@ -116,12 +121,10 @@ def suite_table(located: LocatedSuite, stored: Stored, limit: int | None = None)
         group_rows = []
         for task in group.tasks:
             matching = _matching(located.folder, task, stored)
-            if limit is None:
-                # Scores of different numbers of questions are not comparable: only one is shown.
-                limits = [math.inf if r.limit is None else r.limit for r in matching]
-                matching = [r for r in matching if (r.limit or math.inf) == max(limits)]
-            else:
-                matching = [record for record in matching if record.limit == limit]
+            # Scores of different numbers of questions are not comparable: only one is shown.
+            limits = [r.limit or math.inf for r in matching]
+            chosen = limit or max(limits, default=None)
+            matching = [r for r, n in zip(matching, limits, strict=True) if n == chosen]
             # One record of each step: the newest.
             matching.sort(key=lambda record: (record.step, record.evaluated_at))
             newest = {record.step: record for record in matching}
@@ -135,7 +138,7 @@ def suite_table(located: LocatedSuite, stored: Stored, limit: int | None = None)
         if group.average and len(group_rows) == len(group.tasks) > 1:
             rows += _average(group.name, group_rows, published, _of(AVERAGE, errors))
     sources = {model.model: model.source for model in suite.references}
-    return ScoreTable(suite.name, tuple(rows), tuple(sorted(tokens)), tokens, sources)
+    return ScoreTable(suite.name, rows, sorted(tokens), tokens, sources)
 
 
 def _of(row: str, figures: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
@@ -161,10 +164,10 @@ def _matching(folder: Path, task: SuiteTask, stored: Stored) -> list[EvaluationR
 def _rows(group: str, task: SuiteTask, records: Sequence[EvaluationRecord]) -> Iterator[ScoreRow]:
     if not records:
         return
-    limit = records[-1].limit
-    name = task.title if limit is None else f"{task.title} (first {limit:g})"
+    last = records[-1]
+    name = task.title if last.limit is None else f"{task.title} (first {last.limit:g})"
     # As the harness reports them: some tasks allow no examples, whatever the suite sets.
-    shots = records[-1].shots if records[-1].shots is not None else task.shots
+    shots = task.shots if last.shots is None else last.shots
     metrics = (
         [task.metric] if task.metric else list(dict.fromkeys(m for r in records for m in r.scores))
     )
@@ -201,10 +204,11 @@ def _average(
         for step in steps
         if all(step in row.errors for row in rows)
     }
-    references = _of(AVERAGE, published)
-    for model in published:
-        if model not in references and all(model in row.references for row in rows):
-            references[model] = sum(row.references[model] for row in rows) / tasks
+    references = {
+        model: sum(row.references[model] for row in rows) / tasks
+        for model in published
+        if all(model in row.references for row in rows)
+    } | _of(AVERAGE, published)
     limited = any("(first " in row.name for row in rows)
     name = AVERAGE + (" (first questions)" if limited else "")
     yield ScoreRow(group, name, None, "", scores, errors, references, reference_errors)

@@ -16,7 +16,7 @@ from slurmllm.core.config.profiles import available, find_yaml
 from slurmllm.core.config.resolve import recipes_dir
 from slurmllm.core.config.yaml_source import read_yaml, write_yaml
 from slurmllm.core.errors import ConfigError, UserError
-from slurmllm.core.format import format_plural
+from slurmllm.core.format import Json, format_plural
 from slurmllm.core.run.rundir import RunDir, write_atomic
 
 # Not a task of the harness: our own loop over held-out text.
@@ -39,7 +39,7 @@ class SuiteTask(Section):
     # `exact_match,get-answer`); null gives every metric a row.
     metric: str | None = None
     # Other settings of the task, such as generation_kwargs or repeats.
-    options: dict[str, Any] = Field(default_factory=dict)
+    options: Json = Field(default_factory=dict)
     # Folder of the task's own YAML file, relative to the suite's; null: the harness ships the task.
     folder: str | None = None
     runs_code: bool = False  # Whether it runs the programs that the model writes.
@@ -110,8 +110,7 @@ class Suite(Section):
         """Return the suite with other rows: what `change` makes of each, None to leave it out."""
         groups = []
         for group in self.groups:
-            rows = tuple(row for task in group.tasks if (row := change(task)) is not None)
-            if rows:
+            if rows := tuple(filter(None, map(change, group.tasks))):
                 groups.append(group.model_copy(update={"tasks": rows}))
         return self.model_copy(update={"groups": tuple(groups)})
 
@@ -203,14 +202,9 @@ def save_suite(run: RunDir, located: LocatedSuite, *, complete: bool = True) -> 
     if not complete and path.is_file():
         return
     if suite.name == "tasks" and path.is_file():
-        saved = (
-            # The name that it got below
-            row.model_copy(update={"name": ""})
-            if row.name == f"{row.task} {row.shots}-shot"
-            else row
-            for row in read_suite(path).rows()
-        )
-        rows = [*(row for row in saved if row not in tuple(suite.rows())), *suite.rows()]
+        new = {(row.task, row.shots) for row in suite.rows()}
+        saved = (row for row in read_suite(path).rows() if (row.task, row.shots) not in new)
+        rows = [*saved, *suite.rows()]
         tasks = [row.task for row in rows]
         # Rows of one task with several numbers of shots have the shots in their names.
         distinct = tuple(
@@ -222,13 +216,14 @@ def save_suite(run: RunDir, located: LocatedSuite, *, complete: bool = True) -> 
         group = suite.groups[0].model_copy(update={"tasks": distinct})
         suite = suite.model_copy(update={"groups": (group,)})
     values = suite.model_dump(mode="json")
-    for row in (row for group in values["groups"] for row in group["tasks"]):
-        # The saved file is in another folder, to which a relative path would not apply.
-        row["folder"] = row["folder"] and str(located.folder / row["folder"])
+    for group in values["groups"]:
+        for row in group["tasks"]:
+            # The saved file is in another folder, to which a relative path would not apply.
+            row["folder"] = row["folder"] and str(located.folder / row["folder"])
     write_atomic(path, write_yaml(values))
 
 
-def logiqa_questions(**files: Any) -> dict[str, Any]:
+def logiqa_questions(**files: Any) -> Json:
     """Return the splits of LogiQA (arXiv 2007.08124), for a task's `custom_dataset`.
 
     A question is a block of lines: the letter of the answer, the passage, the question and four
@@ -241,7 +236,7 @@ def logiqa_questions(**files: Any) -> dict[str, Any]:
     def spaced(sentence: str) -> str:
         return sentence.replace(".", ". ").strip()
 
-    def rows(path: str) -> Iterator[dict[str, Any]]:
+    def rows(path: str) -> Iterator[Json]:
         for block in Path(path).read_text("utf-8").strip().split("\n\n"):
             label, passage, question, *options = block.strip().split("\n")
             yield {
@@ -258,7 +253,7 @@ def logiqa_questions(**files: Any) -> dict[str, Any]:
     return {split: Dataset.from_list(list(rows(path))) for split, path in paths.items()}
 
 
-def shipped_lines(**files: Any) -> dict[str, Any]:
+def shipped_lines(**files: Any) -> Json:
     """Return the splits of a shipped task, for its YAML's `custom_dataset`.
 
     `files` are .jsonl files by split, relative to the suites' folder, and ignored arguments.

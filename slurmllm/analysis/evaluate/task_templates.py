@@ -27,6 +27,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from slurmllm.core.format import Json, Values
 from slurmllm.core.slurm.processes import end_child
 
 # Limits of one answer; a long prompt takes milliseconds and some kilobytes.
@@ -43,12 +44,12 @@ class Sandbox:
         options: Of the Jinja environment, as JSON.
     """
 
-    def __init__(self, options: dict[str, Any]) -> None:
+    def __init__(self, options: Json) -> None:
         self._options = options
         self._process: subprocess.Popen[bytes] | None = None
         self._owner = 0  # process id: a fork must not use the pipes
 
-    def render(self, template: str, values: dict[str, Any]) -> str:
+    def render(self, template: str, values: Values) -> str:
         """Return the text of a template; after an error another child is started.
 
         A ValueError has the child's error message, an OverflowError the limit that it exceeds.
@@ -125,7 +126,7 @@ def _serve() -> None:
         sys.stdout.buffer.flush()
 
 
-def _renderer(options: dict[str, Any]) -> Callable[[str, dict[str, Any]], str]:
+def _renderer(options: Json) -> Callable[[str, Values], str]:
     """Return the function that renders a template and its values, as lm-evaluation-harness does.
 
     Templates reach no Python objects but their values.

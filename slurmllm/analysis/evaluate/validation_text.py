@@ -77,14 +77,15 @@ def stream_spec(
     seed, mask, share, corpora = 0, "none", 0.0, []
     modules: Texts = ()
     if validation.run:
-        recipe = load(RunDir(validation.run).config).recipe
+        path = RunDir(validation.run).config
+        recipe = load(path).recipe
         seed, mask = recipe.train.seed, recipe.data.mask
         if named is None and recipe.data.tokenizer is not None:
             named = Path(recipe.data.tokenizer)
         corpora = [(Path(corpus.path), corpus.weight) for corpus in recipe.data.corpora]
         share = recipe.data.validation
         if recipe.plugins:  # imported, so that no other user may have named them
-            modules = load(RunDir(validation.run).config, trusted=True).recipe.plugins
+            modules = load(path, trusted=True).recipe.plugins
     with contextlib.ExitStack() as stack:
         if validation.corpus:
             corpora = [(stack.enter_context(_as_corpus(validation.corpus)), 1.0)]

@@ -96,7 +96,7 @@ def test_code_of_a_task_is_refused(tmp_path: Path, mark: Path, task: str, reason
     assert "pass --allow-code-execution to allow it, if you trust its author" in done.output
     # Before any job, too.
     request = TaskRequest(find_suite(str(suite)).suite.groups[0].tasks[0], tmp_path, "")
-    fault = task_fault(request, allow_code=False)
+    fault = task_fault(request)
     assert fault is not None
     assert reason in fault
     assert not mark.exists()
@@ -131,7 +131,7 @@ def test_harmless_tasks_need_no_permission(tmp_path: Path, mark: Path) -> None:
     assert done.exit_code == 0, done.output
     shipped = find_suite("smoke")
     row = SuiteTask(task="smoke_sums", folder="smoke")
-    assert task_fault(TaskRequest(row, shipped.folder, ""), allow_code=False) is None
+    assert task_fault(TaskRequest(row, shipped.folder, "")) is None
 
 
 @pytest.mark.parametrize(
