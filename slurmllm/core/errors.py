@@ -30,6 +30,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import ClassVar, Literal
 
+from slurmllm.core.format import format_lines
+
 Blame = Literal["user", "infrastructure", "code"]
 
 EXIT_OK = 0
@@ -64,7 +66,7 @@ class ConfigError(UserError):
     def __init__(self, title: str, faults: Sequence[str] = ()) -> None:
         self.title = title
         self.faults = tuple(faults)
-        super().__init__("\n".join([title, *(f"  {fault}" for fault in self.faults)]))
+        super().__init__(title + format_lines(faults))
 
 
 class DataError(UserError):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime, tzinfo
 from typing import Any
 
@@ -23,6 +23,11 @@ _UNPRINTABLE = re.compile(
 )
 # The styles of the command line's own: bold, dim and colours of text.
 _STYLE = re.compile(r"\x1b\[(?:(?:[0-2]|22|3[0-79]|9[0-7])(?:;(?=\d)|(?=m)))*m")
+
+
+def format_lines(lines: Iterable[object]) -> str:
+    """Return the lines of a list below a title that ends with a colon."""
+    return "".join(f"\n  {line}" for line in lines)
 
 
 def printable(value: str, styles: bool = False) -> str:

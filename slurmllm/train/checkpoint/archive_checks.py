@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, BinaryIO, cast
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer as Buffer
 
-_ZIP, _ZIP_END = b"PK\x03\x04", b"PK\x05\x06"
+_ZIP = b"PK\x03\x04"
+_ZIP_END = b"PK\x05\x06"
 _ZIP_ENDS = (_ZIP_END, b"PK\x06\x06")  # also above 4 GiB
 _ENTRY = 46  # bytes of an entry of the table of contents without its name
 _END = 22  # bytes of the archive's end
@@ -36,8 +37,12 @@ class DamagedError(Exception):
 class FilePart(RawIOBase):
     """A section of a file that can be read as a file."""
 
+    _at = 0
+
     def __init__(self, stream: BinaryIO, offset: int, length: int) -> None:
-        self._stream, self._offset, self._length, self._at = stream, offset, length, 0
+        self._stream = stream
+        self._offset = offset
+        self._length = length
 
     def readable(self) -> bool:
         return True
@@ -89,7 +94,9 @@ def _check_members(archive_part: BinaryIO, full: bool) -> None:
         missing = {"data.pkl", "version"} - {Path(m.filename).name for m in members}
         if len(missing) == 1:  # one that lacks both is not torch's
             raise DamagedError(f"its table of contents lacks {', '.join(missing)}")
-        has_sums, end, is_described = any(m.CRC for m in members), 0, 0
+        has_sums = any(m.CRC for m in members)
+        end = 0
+        is_described = 0
         for member, begin in [*((m, m.header_offset) for m in members), (None, archive.start_dir)]:
             if begin - end not in ((16, 24) if is_described else (0,)):
                 raise DamagedError(f"bytes {end:,} to {begin:,} are in no table of contents")
@@ -106,7 +113,8 @@ def _check_members(archive_part: BinaryIO, full: bool) -> None:
                 raise DamagedError(f"the sizes of {member.filename} are not those of the table")
             is_described = member.flag_bits & _DESCRIBED
         archive_part.seek(archive.start_dir)
-        table, end = archive_part.read(), 0
+        table = archive_part.read()
+        end = 0
         for _ in members:  # each with the bytes of its name and of two more fields
             end += _ENTRY + sum(unpack_from("<3H", table, end + 28))
         if table[end : end + 4] not in _ZIP_ENDS:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from slurmllm.core.errors import CheckpointError, RunError, StorageError
-from slurmllm.core.format import format_time
+from slurmllm.core.format import format_lines, format_time
 from slurmllm.core.metrics.row_reader import read_events
 from slurmllm.core.run.artifact_records import CheckpointManifest
 from slurmllm.core.run.records import (
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+Saves = dict[int, float]  # step of a checkpoint → Unix time of its save
 _PICKLED = (".metadata", ".distcp", ".pt")  # files of DCP and of neuronx-distributed
 REMOVED = "removed"  # suffix of a folder that is being removed
 
@@ -61,9 +62,8 @@ def invalidation_reason(
 
 def first_attempt_used(run: RunDir) -> int:
     """Return the first attempt since `resume --from-scratch`; those before it do not count."""
-    submissions = JobsRecord.of(run).submissions
     return max(
-        (submission.first_attempt for submission in submissions if submission.from_scratch),
+        (entry.first_attempt for entry in JobsRecord.of(run).submissions if entry.from_scratch),
         default=0,
     )
 
@@ -75,7 +75,9 @@ def invalidated_checkpoints(
 
     `manifests` are those of the run's checkpoints; None: read them if they are needed.
     """
-    rollbacks, begin, reasons = SkipsRecord.of(run).invalidations, first_attempt_used(run), {}
+    rollbacks = SkipsRecord.of(run).invalidations
+    begin = first_attempt_used(run)
+    reasons = {}
     steps = run.checkpoint_steps() if manifests is None else manifests
     for step in steps if rollbacks or begin else ():
         with suppress(StorageError):  # a damaged checkpoint is reported by its own verification
@@ -88,15 +90,16 @@ def invalidated_checkpoints(
     return reasons
 
 
-def recorded_saves(run: RunDir) -> dict[int, float]:
+def recorded_saves(run: RunDir) -> Saves:
     """Return step → Unix time of what a run may resume from, by its records; some may be gone."""
-    rollbacks, begin = SkipsRecord.of(run).invalidations, first_attempt_used(run)
-    saves: dict[int, float] = {}
+    rollbacks = SkipsRecord.of(run).invalidations
+    begin = first_attempt_used(run)
+    saves: Saves = {}
     for attempt in run.attempts("train"):
         if attempt.number < begin:
             continue
         record: AttemptRecord | None = None
-        attempt_saves: dict[int, float] = {}
+        attempt_saves: Saves = {}
         with suppress(RunError):  # one damaged file leaves the others
             events = read_events(run, attempt.number)
             attempt_saves = {event.step: event.time for event in events if event.kind == "save"}
@@ -142,7 +145,7 @@ def require_recorded(run: RunDir) -> None:
         refuse_unknown(run, recorded_saves(run), lost_attempts(run))
 
 
-def refuse_unknown(run: RunDir, saves: Mapping[int, float], lost: Sequence[int]) -> None:
+def refuse_unknown(run: RunDir, saves: Saves, lost: Sequence[int]) -> None:
     """Raise a CheckpointError if a run without checkpoints has saved some, or may have."""
     restart = f"or `slurmllm resume {run.name} --from-scratch` starts again from step 0"
     if saves:  # a scratch file system removes what is old
@@ -160,9 +163,7 @@ def refuse_unknown(run: RunDir, saves: Mapping[int, float], lost: Sequence[int])
         )
 
 
-def missing_checkpoint_messages(
-    saves: Mapping[int, float], step: int, steps: Collection[int]
-) -> list[str]:
+def missing_checkpoint_messages(saves: Saves, step: int, steps: Collection[int]) -> list[str]:
     """Return a line for each recorded checkpoint after `step` that is not in `steps`."""
     return [
         f"step {lost}: saved {format_time(saves[lost])} and gone; its steps are recomputed"
@@ -272,8 +273,9 @@ def newest_verified(run: RunDir, checksums: bool = True) -> tuple[Path, list[str
         skipped.append(f"{entry.directory.name}: {'; '.join(entry.faults)}")
     if not skipped:
         raise CheckpointError(f"run {run.name} has no checkpoint yet; see `slurmllm status`")
-    lines = "\n".join(f"  {line}" for line in skipped)
-    raise CheckpointError(f"none of the checkpoints of run {run.name} verifies:\n{lines}")
+    raise CheckpointError(
+        f"none of the checkpoints of run {run.name} verifies:{format_lines(skipped)}"
+    )
 
 
 class RetainedCheckpoint(NamedTuple):
@@ -335,7 +337,7 @@ def remove_expired(
         return
     expired = expired_steps(checkpoints, time.time(), config)
     held = held_steps(run, evaluate, {c.step: c.saved_at for c in checkpoints if c.usable})
-    unremovable = held.union(in_use)
+    unremovable = {*held, *in_use}
     for directory in (run.checkpoint(step) for step in expired if step not in unremovable):
         # Renamed first: if the removal is killed, no partial checkpoint keeps the name.
         hidden = directory.with_name(f".{directory.name}.{REMOVED}")

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from slurmllm.core.errors import RunError, StorageError
 from slurmllm.core.run.artifact_records import CheckpointFile, CheckpointManifest
-from slurmllm.core.run.rundir import fsync_dir
+from slurmllm.core.run.rundir import fsync_dir, storage_errors
 from slurmllm.core.run.safe_files import open_regular
 
 if TYPE_CHECKING:
@@ -51,8 +51,9 @@ def write_manifest(
     by_name = {file.path: file for file in described}
     names = sorted(str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file())
     files = tuple(by_name.get(name) or describe(folder, name) for name in names)
-    times = {"saved_at": time.time(), "save_s": time.time() - started_at}
-    manifest = CheckpointManifest(**fields, **times, files=files)
+    manifest = CheckpointManifest(
+        **fields, saved_at=time.time(), save_s=time.time() - started_at, files=files
+    )
     manifest.save(folder / MANIFEST)
     return manifest
 
@@ -86,19 +87,16 @@ def file_faults(
 
 def require_absent(target: Path) -> None:
     """Raise a RunError if the target is a file or a folder that is not empty."""
-    try:
+    with storage_errors(f"cannot read {target}"):
         if not target.exists():
             return
         if not target.is_dir():
             raise RunError(f"{target} is a file; name a folder that does not exist yet")
-        is_empty = next(target.iterdir(), None) is None
-    except OSError as error:
-        raise StorageError(f"cannot read {target}: {error.strerror or error}") from error
-    if not is_empty:
-        raise RunError(
-            f"{target} is not empty; name a folder that does not exist yet, or move its content "
-            "away"
-        )
+        if any(target.iterdir()):
+            raise RunError(
+                f"{target} is not empty; name a folder that does not exist yet, or move its "
+                "content away"
+            )
 
 
 @contextlib.contextmanager

@@ -76,7 +76,8 @@ def list_trainer_checkpoints(
             with suppress(OSError):
                 marks = (file.stat().st_mtime for file in path.glob(command.completion_file))
                 completed_at = max(marks, default=None)
-        changed_at, num_bytes = completed_at, 0
+        changed_at = completed_at
+        num_bytes = 0
         if changed_at is None or step is None:
             with suppress(OSError):  # removed meanwhile
                 changed_at, num_bytes = _change(path)
@@ -149,14 +150,16 @@ def remove_old(
     """
     if command.checkpoints is None or _STEP not in command.checkpoints:
         return []
-    begin, folder = JobsRecord.of(run).created_at, run.path.resolve()
+    begin = JobsRecord.of(run).created_at
+    folder = run.path.resolve()
     complete = [
         entry
         for entry in list_trainer_checkpoints(run, command)
         if entry.complete and entry.changed_at >= begin and folder in entry.path.resolve().parents
     ]
     # A broken checkpoint is none of the `keep`. Only sizes and headers are checked: that is quick.
-    first, left = len(complete), keep + (command.completion_file is None)
+    first = len(complete)
+    left = keep + (command.completion_file is None)
     while first and left:
         first -= 1
         path = complete[first].path

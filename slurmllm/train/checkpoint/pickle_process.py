@@ -18,6 +18,7 @@ from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
+Entries = dict[str, list[tuple[int, int]]]  # by file: offsets and lengths
 _MEMORY_BYTES = 8 << 30
 
 
@@ -39,13 +40,13 @@ class _MetadataReader(pickle.Unpickler):
         return containers.get(f"{module}.{name}") or type(name, (_AnyObject,), {})
 
 
-def _read_entries(path: Path) -> dict[str, list[tuple[int, int]]]:
+def _read_entries(path: Path) -> Entries:
     with path.open("rb") as stream:
         metadata = _MetadataReader(stream).load()
     stored = metadata.state["storage_data"]
     if "StorageInfo" not in str([*stored.values()][:1]):  # torch's own class
         raise NotImplementedError("its structure is not torch's")
-    files: dict[str, list[tuple[int, int]]] = {}
+    files: Entries = {}
     for location in stored.values():
         info = location.state
         files.setdefault(info["relative_path"], []).append((info["offset"], info["length"]))

@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -110,7 +110,8 @@ class Replica:
         cannot be read is not removed, with a warning; without a readable one nothing is removed.
         Those saved before `since` are of an older run of the same name, and stay.
         """
-        saved_at, unreadable = dict[int, float](), set[int]()
+        saved_at = dict[int, float]()
+        unreadable = set[int]()
         for step in self.steps():
             try:
                 saved_at[step] = self.manifest(step).saved_at
@@ -187,6 +188,7 @@ def _storage_errors(verb: str, path: str) -> Iterator[None]:
         raise StorageError(f"checkpoint.replica: cannot {verb} {path}: {reason}") from error
 
 
+@dataclass
 class ReplicaCopier:
     """Background copies of checkpoints to the replica, one at a time, always the newest.
 
@@ -194,20 +196,15 @@ class ReplicaCopier:
     the run; `on_copied` is called from the thread with step, seconds, bytes, and error message.
     """
 
-    def __init__(
-        self,
-        replica: Replica,
-        run: RunDir,
-        keep: int,
-        refuse_if_superseded: Callable[[], None],
-        on_copied: Callable[[int, float, int, str | None], None],
-    ) -> None:
-        self._replica, self._run, self._keep = replica, run, keep
-        self._refuse_if_superseded, self._on_copied = refuse_if_superseded, on_copied
-        self._changed = threading.Condition()
-        self._pending: int | None = None
-        self._copying: int | None = None
-        self._thread: threading.Thread | None = None
+    replica: Replica
+    run: RunDir
+    keep: int
+    refuse_if_superseded: Callable[[], None]
+    on_copied: Callable[[int, float, int, str | None], None]
+    _changed: threading.Condition = field(default_factory=threading.Condition)
+    _pending: int | None = None
+    _copying: int | None = None
+    _thread: threading.Thread | None = None
 
     @property
     def in_use(self) -> tuple[int, ...]:
@@ -237,16 +234,20 @@ class ReplicaCopier:
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._pending is not None)
-                step, self._copying, self._pending = self._pending, self._pending, None
+                step = self._pending
+                self._copying = self._pending
+                self._pending = None
             assert step is not None
-            began, num_bytes, fault = time.monotonic(), 0, None
+            began = time.monotonic()
+            num_bytes = 0
+            fault = None
             try:
-                self._refuse_if_superseded()
-                num_bytes = self._replica.put(self._run.checkpoint(step))
-                self._replica.retain(self._keep, JobsRecord.of(self._run).created_at)
+                self.refuse_if_superseded()
+                num_bytes = self.replica.put(self.run.checkpoint(step))
+                self.replica.retain(self.keep, JobsRecord.of(self.run).created_at)
             except SlurmllmError as error:  # reported; the next checkpoint is tried again
                 fault = str(error)
-            self._on_copied(step, time.monotonic() - began, num_bytes, fault)
+            self.on_copied(step, time.monotonic() - began, num_bytes, fault)
             with self._changed:
                 self._copying = None
                 self._changed.notify_all()

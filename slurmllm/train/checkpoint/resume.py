@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from slurmllm.core.config.resolve import RunConfig
 from slurmllm.core.errors import CheckpointError, RunError, StorageError
+from slurmllm.core.format import format_lines
 from slurmllm.core.run.artifact_records import CheckpointFile
 from slurmllm.core.run.records import JobsRecord
 from slurmllm.core.run.rundir import RunDir
@@ -50,8 +51,13 @@ def _list_checkpoints(run: RunDir, config: RunConfig) -> tuple[Replica | None, t
     except StorageError as error:  # the run's own checkpoints do not depend on it
         log.warning("%s", error)
         replica = None
-    invalid, saves = invalidated_checkpoints(run), recorded_saves(run)
-    return replica, (run.checkpoint_steps(), invalid, replica_steps, saves, lost_attempts(run))
+    return replica, (
+        run.checkpoint_steps(),
+        invalidated_checkpoints(run),
+        replica_steps,
+        recorded_saves(run),
+        lost_attempts(run),
+    )
 
 
 def _load_state(run: RunDir, step: int) -> TrainState:
@@ -80,8 +86,9 @@ def find_resumable(
 
     def resumable(state: TrainState | None, step: int, skipped: Sequence[str]) -> Resumable:
         newer = sorted((other for other in invalidated if other > step), reverse=True)
-        lines = tuple(f"step {other}: {invalidated[other]}" for other in newer)
-        return Resumable(state, tuple(skipped), lines)
+        return Resumable(
+            state, tuple(skipped), tuple(f"step {other}: {invalidated[other]}" for other in newer)
+        )
 
     skipped: list[str] = []
     for step in sorted({*steps, *replica_steps} - set(invalidated), reverse=True):
@@ -98,9 +105,9 @@ def find_resumable(
             state = control.from_first(partial(_load_state, run, step))
             if lines := fingerprint_differences(state.fingerprint, fingerprint):
                 raise RunError(
-                    f"{directory} is of another model or other data and cannot be continued:\n"
-                    + "\n".join(f"  {line}" for line in lines)
-                    + "\nrestore the settings, or start a new run with another --name"
+                    f"{directory} is of another model or other data and cannot be continued:"
+                    f"{format_lines(lines)}\n"
+                    "restore the settings, or start a new run with another --name"
                 )
             if control.rank == 0 and (warning := state.changed_settings(config.recipe)):
                 log.warning("%s", warning)
@@ -109,9 +116,8 @@ def find_resumable(
         skipped.append(f"step {step}: {fault}")
     if skipped:
         raise CheckpointError(
-            f"none of the checkpoints in {run.checkpoints} verifies:\n"
-            + "\n".join(f"  {line}" for line in skipped)
-            + "\nrestore one of them, or move the folder away and start again from step 0 by "
+            f"none of the checkpoints in {run.checkpoints} verifies:{format_lines(skipped)}\n"
+            "restore one of them, or move the folder away and start again from step 0 by "
             f"`slurmllm resume {run.name} --from-scratch`"
         )
     refuse_unknown(run, saves, lost)

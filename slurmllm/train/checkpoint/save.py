@@ -47,19 +47,23 @@ class Save:
     one.
     """
 
+    num_bytes = 0
+    _shards: ShardWrite | None = None
+    _retention: Thread | None = None
+
     def __init__(self, run: RunDir, backend: ShardBackend, state: TrainState, attempt: int) -> None:
         self.step = state.step
-        self.num_bytes = 0
         self._started = time.monotonic()
-        self._run, self._backend, self._state, self._attempt = run, backend, state, attempt
+        self._run = run
+        self._backend = backend
+        self._state = state
+        self._attempt = attempt
         self._target = run.checkpoint(state.step)
         self._temporary = run.checkpoints / f".{self._target.name}.{attempt:03d}.tmp"
         self._first = backend.worker.rank == 0
-        self._shards: ShardWrite | None = None
-        self._retention: Thread | None = None
         with self._all_or_nothing():
-            _agree(backend, self._create_folder)
-            self._shards = _agree(backend, lambda: backend.save_shards(self._temporary))
+            self._agree(self._create_folder)
+            self._shards = self._agree(lambda: backend.save_shards(self._temporary))
         executor = ThreadPoolExecutor(1, thread_name_prefix=self._target.name)
         self._files = executor.submit(self._describe_shards, self._shards)
         executor.shutdown(wait=False)
@@ -76,13 +80,13 @@ class Save:
     def finish(self, in_use: Collection[int] = ()) -> float:
         """Publish the checkpoint when all files are written (collective); return seconds."""
         with self._all_or_nothing():
-            _agree(self._backend, self._files.result)
+            self._agree(self._files.result)
             shards = self._shards
             assert shards is not None
-            more = _agree(self._backend, lambda: self._describe(shards, shards.finish()))
+            more = self._agree(lambda: self._describe(shards, shards.finish()))
             files = self._backend.control.gather(self._files.result() + more)
             manifest = None if files is None else self._manifest(files)
-            _agree(self._backend, lambda: self._publish(manifest) if manifest else None)
+            self._agree(lambda: self._publish(manifest) if manifest else None)
         if manifest is not None:
             self.num_bytes = sum(file.bytes for file in manifest.files)
             recipe = self._backend.config.recipe
@@ -140,6 +144,20 @@ class Save:
         refuse_if_superseded(self._run, self._attempt)
         publish(self._temporary, self._target)
 
+    def _agree(self, work: Callable[[], T]) -> T:
+        """Run a part of the save on every worker; if one fails, all raise. Results stay local."""
+        worker = self._backend.worker
+
+        def run() -> T:
+            try:
+                return work()
+            except OSError as error:
+                raise StorageError(
+                    f"{error.strerror or error} (rank {worker.rank} on {worker.node})"
+                ) from error
+
+        return self._backend.control.agree(run)
+
     @contextmanager
     def _all_or_nothing(self) -> Iterator[None]:
         try:
@@ -163,19 +181,6 @@ class Save:
             self._shards.abandon()
         if self._first:
             shutil.rmtree(self._temporary, ignore_errors=True)
-
-
-def _agree(backend: ShardBackend, work: Callable[[], T]) -> T:
-    """Run a part of the save on every worker; if one fails, all raise. Results stay local."""
-
-    def run() -> T:
-        try:
-            return work()
-        except OSError as error:
-            worker, reason = backend.worker, error.strerror or error
-            raise StorageError(f"{reason} (rank {worker.rank} on {worker.node})") from error
-
-    return backend.control.agree(run)
 
 
 def refuse_if_superseded(run: RunDir, attempt: int) -> None:

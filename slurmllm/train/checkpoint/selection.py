@@ -14,6 +14,7 @@ from pathlib import Path
 
 from slurmllm.core.config.command import CommandConfig, fill
 from slurmllm.core.errors import CheckpointError
+from slurmllm.core.format import format_lines
 from slurmllm.core.run.records import AttemptRecord, PassedOver, SkipsRecord
 from slurmllm.core.run.rundir import RunDir, storage_errors
 from slurmllm.core.run.safe_files import read_limited, write_whole
@@ -46,8 +47,9 @@ def select_checkpoint(
         if not faults and command.verify:
             faults = _faults(run, command, entry, entries, until)
         if faults:
-            reason = "; ".join(faults)
-            passed_over.append(PassedOver(step=entry.step, path=str(entry.path), reason=reason))
+            passed_over.append(
+                PassedOver(step=entry.step, path=str(entry.path), reason="; ".join(faults))
+            )
         elif entry.complete:
             return entry, tuple(passed_over)
     return None, tuple(passed_over)
@@ -98,10 +100,10 @@ def use_checkpoint(run: RunDir, command: CommandConfig, record: AttemptRecord) -
     """
     if record.checkpoint_path is None:
         if record.passed_over:
-            lines = "".join(f"\n  {entry}" for entry in record.passed_over)
             raise CheckpointError(
-                f"none of the checkpoints verifies:{lines}\nrestore one of them, or move all away "
-                "to start again from step 0; command.verify=false uses them unverified"
+                f"none of the checkpoints verifies:{format_lines(record.passed_over)}\n"
+                "restore one of them, or move all away to start again from step 0; "
+                "command.verify=false uses them unverified"
             )
         return record
     path = Path(record.checkpoint_path)

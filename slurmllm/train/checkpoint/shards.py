@@ -6,10 +6,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from slurmllm.core.config.resolve import RunConfig
 from slurmllm.train.control.plane import ControlPlane
@@ -22,10 +22,15 @@ Region = tuple[slice, ...]  # one slice per dimension, with start and stop
 WeightReader = Callable[[str, Region], "Tensor"]
 
 
+def whole_region(shape: Sequence[int]) -> Region:
+    return tuple(slice(0, size) for size in shape)
+
+
 def intersection(a: Region, b: Region) -> Region:
     """Return what two regions have in common; without that, stops before starts."""
-    pairs = zip(a, b, strict=True)
-    return tuple(slice(max(x.start, y.start), min(x.stop, y.stop)) for x, y in pairs)
+    return tuple(
+        slice(max(x.start, y.start), min(x.stop, y.stop)) for x, y in zip(a, b, strict=True)
+    )
 
 
 def sizes_of(region: Region) -> list[int]:
@@ -34,8 +39,25 @@ def sizes_of(region: Region) -> list[int]:
 
 def shifted(region: Region, origin: Region) -> Region:
     """Return a region as counted from the start of another one."""
-    pairs = zip(region, origin, strict=True)
-    return tuple(slice(x.start - o.start, x.stop - o.start) for x, o in pairs)
+    return tuple(
+        slice(x.start - o.start, x.stop - o.start) for x, o in zip(region, origin, strict=True)
+    )
+
+
+def placed(region: Region, origin: Region) -> Region:
+    """Return a region that is counted from the start of another one as `origin` is counted."""
+    return tuple(
+        slice(x.start + o.start, x.stop + o.start) for x, o in zip(region, origin, strict=True)
+    )
+
+
+def leaves(tree: Mapping[Any, Any], keys: tuple[Any, ...] = ()) -> Iterator[tuple[Any, Any]]:
+    """Yield the values of nested dicts, each after the tuple of keys that lead to it."""
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            yield from leaves(value, (*keys, key))
+        else:
+            yield (*keys, key), value
 
 
 class ShardWrite(ABC):

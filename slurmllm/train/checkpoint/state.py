@@ -5,10 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from pydantic import Field, ValidationError
 
@@ -16,9 +15,10 @@ from slurmllm.core.config.families import FAMILIES
 from slurmllm.core.config.recipe import ADAMW, ModelConfig, Recipe
 from slurmllm.core.config.yaml_source import flatten
 from slurmllm.core.errors import RunError, StorageError
+from slurmllm.core.format import Json, Values, format_lines
 from slurmllm.core.run.artifact_records import DataRecord, ImportedModel
 from slurmllm.core.run.records import Record, first_problem
-from slurmllm.core.run.rundir import RunDir
+from slurmllm.core.run.rundir import RunDir, storage_errors
 
 log = logging.getLogger(__name__)
 TRAIN_STATE = "train_state.json"
@@ -26,7 +26,8 @@ TRAIN_STATE = "train_state.json"
 MOMENTS = ("exp_avg", "exp_avg_sq")
 MODEL = "model.json"
 INDEX = "weights.safetensors.index.json"
-_MODEL_PREFIX, _OPTIMIZER = "model.", "optim.name"
+_MODEL_PREFIX = "model."
+_OPTIMIZER = "optim.name"
 # Fields that change neither the parameters nor what they compute, or that are compared separately.
 _IGNORED_FIELDS = {
     "init_std",
@@ -56,12 +57,12 @@ class TrainState(Record):
 
     step: int
     tokens: int  # trained on so far
-    data: dict[str, Any]  # position in the corpus, of all workers together
-    fingerprint: dict[str, Any]  # see `fingerprint`
+    data: Json  # position in the corpus, of all workers together
+    fingerprint: Json  # see `fingerprint`
     # The divergence guard's statistics of the gradient norm.
-    guard: dict[str, Any] = Field(default_factory=dict)
+    guard: Json = Field(default_factory=dict)
     # Dotted path → value that it was trained with; empty in checkpoints of older versions.
-    settings: dict[str, Any] = Field(default_factory=dict)
+    settings: Json = Field(default_factory=dict)
 
     def changed_settings(self, recipe: Recipe) -> str:
         """Return what a recipe changes of the settings that it was trained with; empty: nothing."""
@@ -72,11 +73,12 @@ class TrainState(Record):
         ]
         if not changed:
             return ""
-        differences = ", ".join(changed)
-        return f"config.yaml differs from what step {self.step} was trained with: {differences}"
+        return (
+            f"config.yaml differs from what step {self.step} was trained with: {', '.join(changed)}"
+        )
 
 
-def fingerprint(recipe: Recipe, corpus: str, tokenizer: str) -> dict[str, Any]:
+def fingerprint(recipe: Recipe, corpus: str, tokenizer: str) -> Json:
     """Return what must be equal for training to continue: model, optimizer and data order."""
     optimizer = {} if recipe.optim.name == ADAMW else {_OPTIMIZER: recipe.optim.name}
     return {
@@ -90,7 +92,7 @@ def fingerprint(recipe: Recipe, corpus: str, tokenizer: str) -> dict[str, Any]:
     }
 
 
-def training_settings(recipe: Recipe) -> dict[str, Any]:
+def training_settings(recipe: Recipe) -> Json:
     """Return dotted path → value of all settings that decide what a run trains."""
     values = recipe.model_dump(mode="json", include=_TRAINING)
     whole = {name: values.pop(name) for name in ("hooks", "plugins")}
@@ -98,13 +100,13 @@ def training_settings(recipe: Recipe) -> dict[str, Any]:
     return {**fields, **whole}
 
 
-def fingerprint_digest(fields: Mapping[str, Any]) -> str:
+def fingerprint_digest(fields: Values) -> str:
     return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()[:32]
 
 
-def model_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
+def model_fields(fields: Values) -> Json:
     """Return the model section of a fingerprint, nested as in a recipe."""
-    model: dict[str, Any] = {}
+    model: Json = {}
     for path, value in fields.items():
         if path.startswith(_MODEL_PREFIX):
             section, _, name = path.removeprefix(_MODEL_PREFIX).partition(".")
@@ -115,12 +117,13 @@ def model_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
     return model
 
 
-def fingerprint_differences(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
+def fingerprint_differences(saved: Values, current: Values) -> list[str]:
     with suppress(ValidationError):  # of another version, whose fields then show as differences
         model = ModelConfig.model_validate(model_fields(saved)).model_dump(mode="json")
         # Fields that are newer than the checkpoint take their defaults.
         saved = {**saved, **flatten(model, _MODEL_PREFIX)}
-    saved, current = {_OPTIMIZER: ADAMW, **saved}, {_OPTIMIZER: ADAMW, **current}
+    saved = {_OPTIMIZER: ADAMW, **saved}
+    current = {_OPTIMIZER: ADAMW, **current}
     return [
         f"{path}: the checkpoint has {saved.get(path)!r}, the run {current.get(path)!r}"
         for path in [*saved, *(path for path in current if path not in saved)]
@@ -137,17 +140,19 @@ def require_same_settings(run: RunDir, recipe: Recipe, directory: Path | None) -
             if warning := state.changed_settings(recipe):
                 log.warning("%s", warning)
             saved = state.fingerprint
-            corpus, tokenizer = saved.get("data.corpus", ""), saved.get("data.tokenizer", "")
+            corpus = saved.get("data.corpus", "")
+            tokenizer = saved.get("data.tokenizer", "")
             lines += fingerprint_differences(saved, fingerprint(recipe, corpus, tokenizer))
     with suppress(StorageError):
-        began_with, now = DataRecord.find(run.data), recipe.data.validation
+        began_with = DataRecord.find(run.data)
+        now = recipe.data.validation
         if began_with is not None and began_with.validation != now:
             lines.append(f"data.validation: the run began with {began_with.validation}, now {now}")
     if lines:
         raise RunError(
-            f"run {run.name!r} cannot be resumed: settings differ from those it has trained with:\n"
-            + "\n".join(f"  {line}" for line in lines)
-            + "\nrestore the original values with --set, or start a new run with another --name"
+            f"run {run.name!r} cannot be resumed: settings differ from those it has trained with:"
+            f"{format_lines(lines)}\n"
+            "restore the original values with --set, or start a new run with another --name"
         )
 
 
@@ -162,10 +167,10 @@ class Origin(NamedTuple):
 def read_origin(directory: Path) -> Origin:
     """Read a folder's model; RunError if it holds no known one, StorageError if it is damaged."""
     imported: ImportedModel | None = None
-    try:
+    with storage_errors(f"cannot read {directory}"):
         if (directory / MODEL).is_file():
             imported = ImportedModel.load(directory / MODEL)
-            values: dict[str, Any] = imported.model
+            values = imported.model
         elif (directory / TRAIN_STATE).is_file():
             values = model_fields(TrainState.load(directory / TRAIN_STATE).fingerprint)
         else:
@@ -174,9 +179,8 @@ def read_origin(directory: Path) -> Origin:
                 f"{MODEL} (an imported one); name runs/<run>/checkpoints/step_XXXXXXXX or a folder "
                 "that `slurmllm checkpoint import` created"
             )
+    try:
         return Origin(directory, ModelConfig.model_validate(values), imported)
-    except OSError as error:
-        raise StorageError(f"cannot read {directory}: {error.strerror or error}") from error
     except ValidationError as error:
         raise RunError(
             f"{directory} is of a model that this version does not know: "
@@ -186,18 +190,23 @@ def read_origin(directory: Path) -> Origin:
 
 def model_differences(stored: ModelConfig, required: ModelConfig) -> list[str]:
     """Compare a checkpoint's model with a recipe's; return one line per incompatible field."""
-    fields = [
-        (name, getattr(stored, name), getattr(required, name))
-        for name in ModelConfig.model_fields
-        if name not in _IGNORED_FIELDS
-    ]
-    fields.append(("num_kv_heads", stored.kv_heads, required.kv_heads))
-    fields.append(("head_dim", stored.head_width, required.head_width))
-    differing = [field for field in fields if field[1] != field[2]]
+    a, b = (
+        {
+            **{name: value for name, value in model if name not in _IGNORED_FIELDS},
+            "num_kv_heads": model.kv_heads,
+            "head_dim": model.head_width,
+        }
+        for model in (stored, required)
+    )
     # Learned positions are parameters: a shorter table has no rows for the last positions.
     if FAMILIES[stored.family].positions == "learned" and stored.seq_len < required.seq_len:
-        differing.append(("seq_len", stored.seq_len, required.seq_len))
-    return [f"model.{name}: the checkpoint has {a!r}, the recipe {b!r}" for name, a, b in differing]
+        a["seq_len"] = stored.seq_len
+        b["seq_len"] = required.seq_len
+    return [
+        f"model.{name}: the checkpoint has {a[name]!r}, the recipe {b[name]!r}"
+        for name in a
+        if a[name] != b[name]
+    ]
 
 
 def require_model(directory: Path, required: ModelConfig) -> Origin:
@@ -206,9 +215,9 @@ def require_model(directory: Path, required: ModelConfig) -> Origin:
     lines = model_differences(origin.model, required)
     if lines:
         raise RunError(
-            f"the weights in {directory} are of another model than the recipe's:\n"
-            + "\n".join(f"  {line}" for line in lines)
-            + "\nset the recipe's values to the checkpoint's (--set), or name another checkpoint "
+            f"the weights in {directory} are of another model than the recipe's:"
+            f"{format_lines(lines)}\n"
+            "set the recipe's values to the checkpoint's (--set), or name another checkpoint "
             "in train.init_from"
         )
     return origin

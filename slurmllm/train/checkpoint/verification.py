@@ -69,7 +69,8 @@ def verify_checkpoint(path: Path, until: float, full: bool = False) -> Verificat
     `full`: read the files, and compare the checksums of those that have them.
     """
     folder, files = (path, _files(path)) if path.is_dir() else (path.parent, [path.name])
-    faults, unverified = [*_missing_ranks(files)], list[str]()
+    faults = [*_missing_ranks(files)]
+    unverified = list[str]()
 
     def run(name: str, check: Callable[..., Any]) -> Any:
         try:
@@ -136,8 +137,9 @@ def _read_metadata(path: Path, until: float) -> dict[str, list[list[int]]]:
         output = subprocess.run(command, capture_output=True, timeout=limit_s).stdout
         kind, answer = json.loads(output)
     except (OSError, ValueError, subprocess.TimeoutExpired) as error:
-        reason = "it could not be read within the limits of time and memory"
-        raise _UnverifiedError(reason) from error
+        raise _UnverifiedError(
+            "it could not be read within the limits of time and memory"
+        ) from error
     if kind == "unknown":
         raise _UnverifiedError(answer)
     if kind == "damaged":

@@ -15,7 +15,7 @@ from slurmllm.plan.mesh import make_mesh
 from slurmllm.train.backends.base import Backend, MicroBatch, ModelFactory, Worker
 from slurmllm.train.checkpoint.resume import Resumable, find_resumable
 from slurmllm.train.checkpoint.save import Save
-from slurmllm.train.checkpoint.shards import ShardBackend, ShardWrite, WeightReader
+from slurmllm.train.checkpoint.shards import ShardWrite, WeightReader
 from slurmllm.train.checkpoint.state import TrainState, fingerprint
 from slurmllm.train.control.plane import ControlPlane
 from slurmllm.train.control.relay import Position, Relay
@@ -27,7 +27,7 @@ CONFIG = small_config("checkpoint.keep=2")
 FINGERPRINT = fingerprint(CONFIG.recipe, "corpus-a", "tokenizer-a")
 
 
-def save(run: RunDir, backend: ShardBackend, state: TrainState, attempt: int) -> float:
+def save(run: RunDir, backend: Backend, state: TrainState, attempt: int) -> float:
     """Write a checkpoint, remove expired ones (collective); return the seconds."""
     current = Save(run, backend, state, attempt)
     seconds = current.finish()

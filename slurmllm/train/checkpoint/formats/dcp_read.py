@@ -27,11 +27,18 @@ from slurmllm.train.checkpoint.formats.pickles import (
     read_metadata,
 )
 from slurmllm.train.checkpoint.formats.safetensors_files import StoredTensor
-from slurmllm.train.checkpoint.shards import Region, intersection, shifted, sizes_of
+from slurmllm.train.checkpoint.shards import (
+    Region,
+    intersection,
+    shifted,
+    sizes_of,
+    whole_region,
+)
 from slurmllm.train.checkpoint.state import MOMENTS
 
 # Prefixes in the backend's state: weights, and the optimizer's moments and step of each.
-MODEL, OPTIMIZER = "model.", "optimizer."
+MODEL = "model."
+OPTIMIZER = "optimizer."
 
 
 class DcpFiles:
@@ -67,7 +74,7 @@ class DcpFiles:
     def read_key(self, key: str, region: Region | None = None) -> Tensor:
         """Read a tensor by its key in the state."""
         stored = self._require(key)
-        region = region or tuple(slice(0, size) for size in stored.shape)
+        region = region or whole_region(stored.shape)
         rows = self._rows(key, region)
         try:
             out = torch.empty(sizes_of(region), dtype=stored.dtype)
@@ -78,12 +85,14 @@ class DcpFiles:
 
     def fill(self, tensors: Mapping[str, tuple[Tensor, Region]]) -> None:
         """Copy regions of tensors, by keys, into tensors of their size, opening each file once."""
-        copies = [
-            _Copy(row, out, region, key)
-            for key, (out, region) in tensors.items()
-            for row in self._rows(key, region)
-        ]
-        self._copy(copies, "shards")
+        self._copy(
+            [
+                _Copy(row, out, region, key)
+                for key, (out, region) in tensors.items()
+                for row in self._rows(key, region)
+            ],
+            "shards",
+        )
 
     def require_shape(self, key: str, shape: tuple[int, ...]) -> None:
         """Raise a StorageError if a tensor is stored in another shape."""
@@ -131,7 +140,8 @@ class DcpFiles:
 
     def _copy_chunk(self, stream: BinaryIO, copy: _Copy) -> None:
         *numbers, file, start_byte, length = copy.row
-        offsets, sizes = numbers[: len(copy.region)], numbers[len(copy.region) :]
+        offsets = numbers[: len(copy.region)]
+        sizes = numbers[len(copy.region) :]
         title = f"cannot read {copy.key} from {self.directory}"
         section = cast(BinaryIO, FilePart(stream, start_byte, length))
         try:

@@ -14,7 +14,7 @@ import pickle
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import make_dataclass
+from dataclasses import dataclass, make_dataclass
 from io import BufferedWriter, FileIO
 from itertools import starmap
 from pathlib import Path
@@ -64,7 +64,8 @@ class Chunk(NamedTuple):
 
 def make_chunk(path: Keys, tensor: Tensor) -> Chunk:
     """Describe this worker's part of a tensor."""
-    region, local = local_region(tensor), local_part(tensor)
+    region = local_region(tensor)
+    local = local_part(tensor)
     return Chunk(
         path,
         local.dtype,
@@ -84,22 +85,23 @@ class Place(NamedTuple):
     length: int
 
 
+@dataclass
 class SaveIndex:
     """`.metadata` of the saves of an attempt; `chunks` are those that this worker always writes."""
 
-    def __init__(self, control: ControlPlane, chunks: Sequence[Chunk]) -> None:
-        self._control, self._chunks = control, chunks
-        self._places: Sequence[Place] | None = None
-        self.content = b""  # of `.metadata`, on rank 0
+    control: ControlPlane
+    chunks: Sequence[Chunk]
+    content: bytes = b""  # of `.metadata`, on rank 0
+    _places: Sequence[Place] | None = None
 
     def collect(self, places: Sequence[Place]) -> None:
         """Set `content` on rank 0 if it has changed since the last save (collective).
 
         `places` are of this worker's chunks, in their order. A CodeError if chunks are missing.
         """
-        if any(self._control.all_reduce([int(places != self._places)], "max")):
+        if any(self.control.all_reduce([int(places != self._places)], "max")):
             self._places = places
-            parts = self._control.gather(pack_part(self._chunks, places))
+            parts = self.control.gather(pack_part(self.chunks, places))
             if parts is not None:
                 self.content = pickle.dumps(build_metadata(parts))
 
@@ -119,7 +121,7 @@ def build_metadata(parts: Sequence[bytes]) -> Metadata:
         stand_in.__module__ = filesystem.__name__
         setattr(filesystem, stand_in.__name__, stand_in)
     (storage_info,) = CHECKPOINT_INDEX.get()
-    tensors: dict[str, TensorStorageMetadata] = {}
+    tensors: dict[str, Any] = {}  # TensorStorageMetadata
     paths: dict[str, Keys] = {}
     places: dict[MetadataIndex, Any] = {}
     sizes: dict[Numbers, torch.Size] = {}  # one object per shape: pickles refer to it
@@ -153,9 +155,7 @@ def build_metadata(parts: Sequence[bytes]) -> Metadata:
         if written != tensor.size.numel():
             raise CodeError(f"{written} of {tensor.size.numel()} values of {key} are written")
     # Without the identity of the folder, whose name is a temporary one until all is written.
-    return Metadata(
-        dict(tensors), dict(paths), places, StorageMeta(), filesystem.CURRENT_DCP_VERSION
-    )
+    return Metadata(tensors, paths, places, StorageMeta(), filesystem.CURRENT_DCP_VERSION)
 
 
 class ChecksumFiles:
@@ -170,9 +170,10 @@ class ChecksumFiles:
     @contextmanager
     def create(self, path: Path) -> Iterator[IO[bytes]]:
         """Open a new file; it is durable (fsync) when the block completes."""
-        # CRC32 would take a fifth of the CPU time; the manifest has sha256, torch.load needs none.
-        torch.serialization.set_crc32_options(False)
         file = _ChecksumFile(path)
+        # CRC32 would take a fifth of the CPU time; the manifest has sha256, torch.load needs none.
+        crc32 = torch.serialization.get_crc32_options()
+        torch.serialization.set_crc32_options(False)
         try:
             with BufferedWriter(file) as stream:
                 yield stream
@@ -182,6 +183,8 @@ class ChecksumFiles:
             if file.error is not None:
                 raise file.error from error
             raise
+        finally:
+            torch.serialization.set_crc32_options(crc32)
         self.written[path.name] = file.checksum.hexdigest()
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from slurmllm.core.config.huggingface import CONFIG, config_faults, write_config
 from slurmllm.core.config.recipe import ModelConfig
 from slurmllm.core.errors import CheckpointError, ConfigError, DataError, StorageError
-from slurmllm.core.format import format_plural
+from slurmllm.core.format import format_lines, format_plural
 from slurmllm.train.checkpoint.catalogue import (
     find_checkpoint,
     newest_verified,
@@ -53,6 +53,7 @@ from slurmllm.train.checkpoint.formats.safetensors_files import (
     write_shards,
 )
 from slurmllm.train.checkpoint.formats.weights import VOCABULARY, open_weights
+from slurmllm.train.checkpoint.shards import whole_region
 from slurmllm.train.checkpoint.state import Origin, read_origin
 
 if TYPE_CHECKING:
@@ -78,12 +79,12 @@ class ExportPlan(TensorPlan):
     def convert(self, number: int) -> dict[str, Tensor]:
         """Return the tensors of a mapping, without padding rows; zeros for their biases."""
         mapping = self.mappings[number]
-        stored, dtype = self.weights.tensors.get(mapping.ours), self.dtype_of(mapping)
+        stored = self.weights.tensors.get(mapping.ours)
+        dtype = self.dtype_of(mapping)
         if stored is None:
             ours = torch.zeros(mapping.shape, dtype=dtype)
         else:
-            region = tuple(slice(0, size) for size in mapping.shape)
-            ours = self.weights.read(mapping.ours, region).to(dtype)
+            ours = self.weights.read(mapping.ours, whole_region(mapping.shape)).to(dtype)
         return dict(zip(mapping.theirs, mapping.layout.split(self.model, ours), strict=True))
 
 
@@ -140,8 +141,9 @@ def _verified_checkpoint(
     with progress("verifying", entry.num_bytes) as on_progress:
         entry = verify_entry(entry, on_progress)
     if entry.faults:
-        lines = "\n".join(f"  {fault}" for fault in entry.faults)
-        raise CheckpointError(f"{directory} does not verify; restore it, or name another:\n{lines}")
+        raise CheckpointError(
+            f"{directory} does not verify; restore it, or name another:{format_lines(entry.faults)}"
+        )
     return directory
 
 
@@ -179,8 +181,7 @@ def plan_export(
         f"{name}: is no tensor of this model" for name in sorted({*weights.tensors} - {*names})
     ]
     if faults:
-        lines = "\n".join(f"  {fault}" for fault in faults)
-        raise StorageError(f"{directory} is damaged; restore it:\n{lines}")
+        raise StorageError(f"{directory} is damaged; restore it:{format_lines(faults)}")
     return plan
 
 
@@ -191,11 +192,13 @@ def run_export(
 
     `shard_bytes` is the largest output file, and about the memory needed.
     """
-    imported, end = plan.origin.imported, plan.tokenizer.end_of_document
+    imported = plan.origin.imported
+    end = plan.tokenizer.end_of_document
     bos: int | None = end  # documents are packed back to back: the end token also begins the next
     eos: int | tuple[int, ...] | None = end
     if imported is not None and end is None:
-        bos, eos = imported.bos_token_id, imported.eos_token_id
+        bos = imported.bos_token_id
+        eos = imported.eos_token_id
     with atomic_folder(out) as folder:
         shards = plan_shards(plan.sizes_bytes, shard_bytes, "model", WHOLE)
         weight_map = write_shards(folder, shards, plan.sizes_bytes, plan.convert, on_progress)

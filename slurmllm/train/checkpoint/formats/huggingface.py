@@ -152,5 +152,5 @@ def unpadded(config: ModelConfig) -> ModelConfig:
 
 def with_their_biases(config: ModelConfig) -> ModelConfig:
     """Return the model with the biases that transformers' model of the family always has."""
-    biased = dict.fromkeys(FAMILIES[config.family].hugging_face.always_biased, True)
-    return config.model_copy(update=biased)
+    biased = FAMILIES[config.family].hugging_face.always_biased
+    return config.model_copy(update=dict.fromkeys(biased, True))

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import reduce
 from pathlib import Path
@@ -25,7 +24,7 @@ from slurmllm.core.config.families import FAMILIES
 from slurmllm.core.config.huggingface import SourceConfig, read_config
 from slurmllm.core.config.recipe import ModelConfig
 from slurmllm.core.errors import ConfigError, DataError, StorageError
-from slurmllm.core.format import format_plural
+from slurmllm.core.format import format_lines, format_plural
 from slurmllm.core.run.artifact_records import CheckpointFile, CheckpointManifest, ImportedModel
 from slurmllm.core.run.safe_files import read_limited
 from slurmllm.train.checkpoint.folder import atomic_folder, describe, write_manifest
@@ -39,8 +38,8 @@ from slurmllm.train.checkpoint.formats.huggingface import (
 from slurmllm.train.checkpoint.formats.model_folders import (
     GENERATION,
     TOKENIZER,
+    TOKENIZER_FOLDER,
     copy_files,
-    copy_tokenizer,
     tokenizer_in,
 )
 from slurmllm.train.checkpoint.formats.safetensors_files import (
@@ -57,6 +56,9 @@ if TYPE_CHECKING:
     from slurmllm.core.display.progress import OnProgress
 
 
+Names = dict[str, str]  # name in the mappings → name in the files
+
+
 @dataclass(frozen=True)
 class ImportPlan(TensorPlan):
     """An import whose inputs have been checked."""
@@ -64,7 +66,7 @@ class ImportPlan(TensorPlan):
     source: Path  # the Hugging Face folder
     config: SourceConfig  # its config.json
     files: SafetensorsFiles  # its tensors
-    names: Mapping[str, str]  # name in `mappings` → name in the files
+    names: Names  # name in `mappings` → name in the files
     not_finite: list[str] = field(default_factory=list)  # tensors with NaN or infinities
 
     def convert(self, number: int) -> dict[str, Tensor]:
@@ -90,16 +92,17 @@ def plan_import(source: Path, dtype: torch.dtype | None = None) -> ImportPlan:
     """
     config, config_faults = read_config(source)
     files, file_faults = _open_weights(source)
-    names: dict[str, str] = {}
+    names: Names = {}
     mappings: list[TensorMapping] = []
     if config is not None and not file_faults:
         mappings = tensor_mappings(config.model)
         names, config_faults = _match_names(config.model, files, mappings)
-    title, faults = f"{source} cannot be imported", [*config_faults, *file_faults]
+    title = f"{source} cannot be imported"
+    faults = [*config_faults, *file_faults]
     if config_faults:
         raise ConfigError(f"{title}: {format_plural(len(faults), 'error')}", faults)
     if file_faults:
-        raise StorageError("\n".join([f"{title}:", *(f"  {fault}" for fault in faults)]))
+        raise StorageError(f"{title}:{format_lines(faults)}")
     assert config is not None
     tokenizer = tokenizer_in(source)
     if tokenizer.num_ids > config.model.vocab_size:
@@ -137,13 +140,14 @@ def _open_weights(source: Path) -> tuple[SafetensorsFiles, list[str]]:
 
 def _match_names(
     model: ModelConfig, files: SafetensorsFiles, mappings: list[TensorMapping]
-) -> tuple[dict[str, str], list[str]]:
+) -> tuple[Names, list[str]]:
     """Return name in the mappings → name in the files, and one line per fault of a tensor."""
     family = FAMILIES[model.family].hugging_face
     expected = {name: shape for mapping in mappings for name, shape in mapping.theirs.items()}
     theirs = {module.ours: f"{module.theirs[0]}.weight" for module in family.modules}
-    head, embedding = theirs["head"], theirs["embed"]
-    names: dict[str, str] = {}
+    head = theirs["head"]
+    embedding = theirs["embed"]
+    names: Names = {}
     faults: list[str] = []
     for key, stored in files.tensors.items():
         name = family.current_name(key)
@@ -162,7 +166,8 @@ def _match_names(
         if name not in names:
             faults.append(f"{name}: is missing; {list(shape)} was expected")
             continue
-        key, stored = names[name], files.tensors[names[name]]
+        key = names[name]
+        stored = files.tensors[names[name]]
         if stored.shape != shape:
             faults.append(f"{key}: is {list(stored.shape)}; {list(shape)} was expected")
         elif stored.dtype is None:
@@ -170,7 +175,8 @@ def _match_names(
     if not faults and model.tied_embeddings and head in names:
         # A tied head may be stored all the same; it is ignored if it equals the embedding.
         stored_head = names.pop(head)
-        a, b = files.read(stored_head), files.read(names[embedding])
+        a = files.read(stored_head)
+        b = files.read(names[embedding])
         if a.shape != b.shape or not torch.equal(a, b):
             faults.append(
                 f"{stored_head}: is not equal to {names[embedding]}, and config.json ties them; "
@@ -212,7 +218,9 @@ def run_import(
             bos_token_id=plan.config.bos_token_id,
             eos_token_id=tuple(eos) if isinstance(eos, list) else eos,
         ).save(folder / MODEL)
-        copy_tokenizer(plan.tokenizer, folder)
+        if plan.tokenizer.files:
+            (folder / TOKENIZER_FOLDER).mkdir()
+            copy_files(plan.tokenizer.files, folder / TOKENIZER_FOLDER)
         if plan.tokenizer.generation is not None:
             copy_files({GENERATION: plan.tokenizer.generation}, folder)
         return write_manifest(

@@ -14,12 +14,13 @@ import numpy as np
 
 from slurmllm.core.config.recipe import ModelConfig
 from slurmllm.core.config.yaml_source import read_yaml
-from slurmllm.core.errors import DataError, InfrastructureError, StorageError, UserError
+from slurmllm.core.errors import DataError, InfrastructureError, UserError
 from slurmllm.core.format import Json, format_bytes, format_count
-from slurmllm.core.run.rundir import RunDir, is_run
+from slurmllm.core.run.rundir import RunDir, is_run, storage_errors
 from slurmllm.core.run.safe_files import open_regular
 from slurmllm.data.tokenizer import TokenEncoder, count_ids, read_settings, read_tokenizer
 
+Paths = Mapping[str, Path]  # by file name
 TOKENIZER_FOLDER = "tokenizer"  # in an imported checkpoint
 TOKENIZER = "tokenizer.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
@@ -45,7 +46,7 @@ _PATTERNS = ["config.json", *_WEIGHTS, *FILES]
 class TokenizerFiles(NamedTuple):
     """Files of a tokenizer."""
 
-    files: Mapping[str, Path]  # file name → path
+    files: Paths  # file name → path
     end_of_document: int | None = None  # id of what ends one; None: see config.json
     end_token: str | None = None  # that token
     num_ids: int = 0  # largest id + 1, 0 if the tokenizer was not loaded
@@ -65,8 +66,10 @@ class ExportedModel:
     num_parameters: int
 
     def __repr__(self) -> str:
-        size = f"{format_count(self.num_parameters)} parameters, {format_bytes(self.num_bytes)}"
-        return f"<ExportedModel {self.path}: {size}>"
+        return (
+            f"<ExportedModel {self.path}: {format_count(self.num_parameters)} parameters, "
+            f"{format_bytes(self.num_bytes)}>"
+        )
 
     def to_dict(self) -> Json:
         """Return it for JSON, as `slurmllm checkpoint export --json` prints it."""
@@ -108,7 +111,7 @@ def tokenizer_from_file(path: Path) -> TokenizerFiles:
     """Load a tokenizer.json, with the tokenizer files next to it."""
     encoder = TokenEncoder(path)
     end = encoder.end_of_document
-    files: Mapping[str, Path] = {TOKENIZER: path}
+    files: Paths = {TOKENIZER: path}
     if path.name == TOKENIZER and (path.parent / TOKENIZER_CONFIG).is_file():
         files = tokenizer_in(path.parent).files
     return TokenizerFiles(files, end, encoder.decode(np.array([end])), encoder.num_ids)
@@ -132,19 +135,11 @@ def checkpoint_tokenizer(directory: Path, named: Path | None) -> TokenizerFiles:
         raise DataError(f"the run's tokenizer: {error}; or give --tokenizer FILE") from error
 
 
-def copy_tokenizer(tokenizer: TokenizerFiles, checkpoint: Path) -> None:
-    if tokenizer.files:
-        (checkpoint / TOKENIZER_FOLDER).mkdir()
-        copy_files(tokenizer.files, checkpoint / TOKENIZER_FOLDER)
-
-
-def copy_files(files: Mapping[str, Path], folder: Path) -> None:
+def copy_files(files: Paths, folder: Path) -> None:
     """Copy files into a folder durably (fsync); StorageError if one cannot be read."""
     for name, path in files.items():
-        try:
+        with storage_errors(f"cannot read {path}"):
             source = open_regular(path)
-        except OSError as error:
-            raise StorageError(f"cannot read {path}: {error.strerror or error}") from error
         # Errors of the copy are of the target: `atomic_folder` reports them.
         with source, (folder / name).open("wb") as target:
             shutil.copyfileobj(source, target)
@@ -161,8 +156,8 @@ def write_tokenizer_config(folder: Path, *, seq_len: int, end_token: str | None)
     }
     if end_token is not None:
         values.update(bos_token=end_token, eos_token=end_token)
-    path = folder / TOKENIZER_CONFIG
-    path.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+    content = json.dumps(values, indent=2) + "\n"
+    (folder / TOKENIZER_CONFIG).write_text(content, encoding="utf-8")
 
 
 def model_folder(source: str) -> Path:
@@ -184,8 +179,9 @@ def model_folder(source: str) -> Path:
             "a private or gated model log in with `hf auth login`, or set HF_TOKEN"
         ) from error
     except errors.RevisionNotFoundError as error:
-        page = f"{constants.ENDPOINT}/{name}/tree/main"
-        raise UserError(f"{source}: no such branch, tag or commit; see {page}") from error
+        raise UserError(
+            f"{source}: no such branch, tag or commit; see {constants.ENDPOINT}/{name}/tree/main"
+        ) from error
     # The base of the errors of the hub's http library need not be an OSError.
     except (OSError, errors.HTTPError) as error:  # type: ignore[attr-defined]
         offline = constants.HF_HUB_OFFLINE

@@ -11,7 +11,7 @@ file, or in several that agree. Weights are the fp32 master weights if the check
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,11 +23,20 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from slurmllm.core.config.recipe import ModelConfig
 from slurmllm.core.errors import StorageError
 from slurmllm.core.run.records import Record
+from slurmllm.core.run.rundir import storage_errors
 from slurmllm.core.run.safe_files import open_regular
 from slurmllm.plan.parameters import Shape, parameter_shapes, share_of
 from slurmllm.train.checkpoint.formats.pickles import check_torch_file
 from slurmllm.train.checkpoint.formats.safetensors_files import StoredTensor
-from slurmllm.train.checkpoint.shards import Region, intersection, shifted, sizes_of
+from slurmllm.train.checkpoint.shards import (
+    Region,
+    intersection,
+    leaves,
+    placed,
+    shifted,
+    sizes_of,
+    whole_region,
+)
 from slurmllm.train.checkpoint.state import MOMENTS
 
 LAYOUT = "nxd_layout.json"
@@ -86,34 +95,17 @@ class StoredPart(NamedTuple):
     parts: tuple[RegionPart, ...]
 
 
-def part_of_worker(
-    name: str, shape: Shape, model: ModelConfig, tensor: int, tensor_rank: int
-) -> StoredPart:
-    """Return the part of a parameter that a tensor-parallel worker holds."""
-    share = share_of(name, shape, model, tensor, tensor_rank)
-    dim, parts, end = share.dim or 0, [], 0
-    for region in share.regions(shape):
-        local = slice(end, end + region[dim].stop - region[dim].start)
-        parts.append(RegionPart(region, (*region[:dim], local, *region[dim + 1 :])))
-        end = local.stop
-    return StoredPart((*shape[:dim], end, *shape[dim + 1 :]), tuple(parts))
-
-
 def shard_of_replica(stored_part: StoredPart, data: int, data_rank: int) -> StoredPart:
     """Return the rows of a tensor that a data-parallel worker's optimizer holds under ZeRO-1."""
     each = -(-stored_part.shape[0] // data)  # NxD pads the last shards to equal size
     rows = slice(each * data_rank, each * (data_rank + 1))
     parts = []
     for whole, local in stored_part.parts:
-        start, stop = max(local[0].start, rows.start), min(local[0].stop, rows.stop)
-        if start < stop:
-            offset = whole[0].start - local[0].start
-            parts.append(
-                RegionPart(
-                    (slice(start + offset, stop + offset), *whole[1:]),
-                    (slice(start - rows.start, stop - rows.start), *local[1:]),
-                )
-            )
+        common = intersection(local[:1], (rows,))
+        if common[0].start < common[0].stop:
+            whole_rows = placed(shifted(common, local[:1]), whole[:1])
+            local_rows = shifted(common, (rows,))
+            parts.append(RegionPart((*whole_rows, *whole[1:]), (*local_rows, *local[1:])))
     return StoredPart((each, *stored_part.shape[1:]), tuple(parts))
 
 
@@ -125,7 +117,9 @@ class NxdFiles:
     """A checkpoint folder in NxD's format; see `weights.TrainingFiles`. Raises StorageErrors."""
 
     def __init__(self, directory: Path, model: ModelConfig, layout: NxdLayout) -> None:
-        self.directory, self._model, self._layout = directory, model, layout
+        self.directory = directory
+        self._model = model
+        self._layout = layout
         self._shapes = parameter_shapes(model)
         self._open = lru_cache(1024)(lambda name: TorchFile(directory / name))
         # Parameter → stage and number in the stage's optimizer. Tied embeddings have two stages.
@@ -170,7 +164,8 @@ class NxdFiles:
         return ("base_state" if self._layout.zero else "state", self._places[name][1])
 
     def _optimizer_sources(self, name: str, key: Key) -> Iterator[_Source]:
-        stage, layout = self._places[name][0], self._layout
+        stage = self._places[name][0]
+        layout = self._layout
         for rank in range(layout.tensor):
             stored_part = self._part(name, rank)
             for replica in range(layout.data if layout.zero else 1):
@@ -180,13 +175,23 @@ class NxdFiles:
                 yield optimizer_file(replica, rank, stage), key, shard
 
     def _part(self, name: str, rank: int) -> StoredPart:
-        return part_of_worker(name, self._shapes[name], self._model, self._layout.tensor, rank)
+        """Return the part of a parameter that a tensor-parallel worker holds."""
+        shape = self._shapes[name]
+        share = share_of(name, shape, self._model, self._layout.tensor, rank)
+        dim = share.dim or 0
+        parts = []
+        end = 0
+        for region in share.regions(shape):
+            local = slice(end, end + region[dim].stop - region[dim].start)
+            parts.append(RegionPart(region, (*region[:dim], local, *region[dim + 1 :])))
+            end = local.stop
+        return StoredPart((*shape[:dim], end, *shape[dim + 1 :]), tuple(parts))
 
     def _assemble(
         self, stored: StoredTensor, sources: Iterator[_Source], region: Region | None, title: str
     ) -> Tensor:
         """Copy the region from the files that overlap it."""
-        region = region or tuple(slice(0, size) for size in stored.shape)
+        region = region or whole_region(stored.shape)
         out = torch.empty(sizes_of(region), dtype=stored.dtype)
         seen: set[tuple[tuple[int, int], ...]] = set()
         missing = out.numel()
@@ -198,10 +203,7 @@ class NxdFiles:
                 if key in seen or any(piece.start >= piece.stop for piece in common):
                     continue
                 seen.add(key)
-                local = tuple(
-                    slice(x.start + target.start, x.stop + target.start)
-                    for x, target in zip(shifted(common, held.whole), held.local, strict=True)
-                )
+                local = placed(shifted(common, held.whole), held.local)
                 file = self._open(name)
                 shape = file.shape(stored_key)
                 if shape is not None and shape != stored_part.shape:
@@ -218,7 +220,7 @@ class NxdFiles:
 
 
 class TorchFile:
-    """One file of torch.save, read tensor by tensor; its `content` has tensors without values.
+    """One file of torch.save, read tensor by tensor.
 
     Raises a StorageError if the file is missing or damaged.
     """
@@ -232,10 +234,10 @@ class TorchFile:
                 # Fake tensors have shapes, types and file offsets, but no memory. In a mapping of
                 # the file, a fault of the file system would end the process with SIGBUS.
                 with FakeTensorMode():
-                    self.content: dict[Any, Any] = torch.load(
-                        stream, map_location="cpu", weights_only=True
-                    )
-            self._tensors = dict(_tensors(self.content))
+                    content = torch.load(stream, map_location="cpu", weights_only=True)
+            self._tensors = {
+                keys: value for keys, value in leaves(content) if isinstance(value, Tensor)
+            }
         except OSError as error:
             raise StorageError(f"{path} cannot be read: {error.strerror or error}") from error
         except Exception as error:  # damaged bytes may raise anything
@@ -249,7 +251,8 @@ class TorchFile:
         if stored is None or not stored.is_contiguous():
             raise StorageError(f"{self.path} holds no {'.'.join(map(str, key))}; restore it")
         # Whole rows are read, the other dimensions are cut afterwards.
-        shape, first = list(stored.shape), int(stored.storage_offset())
+        shape = list(stored.shape)
+        first = int(stored.storage_offset())
         if region:
             first += region[0].start * stored.stride(0)
             shape[0] = region[0].stop - region[0].start
@@ -257,20 +260,9 @@ class TorchFile:
         # numpy has no bf16: the bytes are read into a view of the tensor's memory.
         target = out.reshape(-1).view(torch.uint8).numpy().data
         start: int = stored.untyped_storage()._checkpoint_offset or 0
-        try:
-            with open_regular(self.path) as stream:
-                stream.seek(start + first * stored.itemsize)
-                num_bytes = stream.readinto(target)
-        except OSError as error:
-            raise StorageError(f"{self.path} cannot be read: {error.strerror or error}") from error
+        with storage_errors(f"{self.path} cannot be read"), open_regular(self.path) as stream:
+            stream.seek(start + first * stored.itemsize)
+            num_bytes = stream.readinto(target)
         if num_bytes != len(target):
             raise StorageError(f"{self.path} is cut short; restore it")
         return out[(slice(None), *region[1:])] if region else out
-
-
-def _tensors(content: Mapping[Any, Any], keys: Key = ()) -> Iterator[tuple[Key, Tensor]]:
-    for key, value in content.items():
-        if isinstance(value, Tensor):
-            yield (*keys, key), value
-        elif isinstance(value, Mapping):
-            yield from _tensors(value, (*keys, key))

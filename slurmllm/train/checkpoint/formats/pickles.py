@@ -29,6 +29,7 @@ import torch
 from torch.distributed.checkpoint import metadata as dcp
 
 from slurmllm.core.errors import StorageError
+from slurmllm.core.run.rundir import storage_errors
 from slurmllm.core.run.safe_files import open_regular, read_limited
 from slurmllm.train.checkpoint.archive_checks import FilePart
 
@@ -162,10 +163,10 @@ class ChunkTable(NamedTuple):
 def read_metadata(directory: Path) -> ChunkTable:
     """Read DCP's `.metadata`: where which chunk is; StorageError if it is unsafe or damaged."""
     path = directory / METADATA
+    with storage_errors(f"{path} cannot be read"):
+        data = read_limited(path, _LARGEST_METADATA)
     try:
-        return _chunk_table(read_pickle(read_limited(path, _LARGEST_METADATA)))
-    except OSError as error:
-        raise StorageError(f"{path} cannot be read: {error.strerror or error}") from error
+        return _chunk_table(read_pickle(data))
     except UnpicklingError as error:
         raise StorageError(
             f"{path} is {error}; restore it, or take the checkpoint from whoever trained it as "
@@ -179,7 +180,8 @@ def _chunk_table(metadata: Any) -> ChunkTable:
         files: dict[str, int] = {}
         places: dict[str, dict[torch.Size, list[int]]] = {}
         for index, location in metadata.state["storage_data"].items():
-            key, offset = _text(index.state["fqn"]), index.state.get("offset")
+            key = _text(index.state["fqn"])
+            offset = index.state.get("offset")
             corner = torch.Size() if offset is None else _size(offset)
             number = files.setdefault(_file_name(location.state), len(files))
             bounds = [_number(location.state[name]) for name in ("offset", "length")]
@@ -187,15 +189,18 @@ def _chunk_table(metadata: Any) -> ChunkTable:
         stored = {}
         for key, entry in metadata.state["state_dict_metadata"].items():
             of_key = rows = places.get(_text(key), {})
-            dtype, shape = None, torch.Size()
+            dtype = None
+            shape = torch.Size()
             if entry.state is not None:
-                properties, shape = entry.state["properties"].state, _size(entry.state["size"])
+                properties = entry.state["properties"].state
+                shape = _size(entry.state["size"])
                 dtype = properties[0] if type(properties) is list else properties["dtype"]
                 if not isinstance(dtype, torch.dtype):
                     raise TypeError("a tensor without a type")
                 rows = {}  # by corner: a chunk that is listed twice must not hide a gap
                 for chunk in entry.state["chunks"]:
-                    corner, sizes = _size(chunk.state["offsets"]), _size(chunk.state["sizes"])
+                    corner = _size(chunk.state["offsets"])
+                    sizes = _size(chunk.state["sizes"])
                     # A chunk without a place, or of other dimensions, is of no use.
                     if corner in of_key and len(corner) == len(sizes) == len(shape):
                         rows[corner] = [*corner, *sizes, *of_key[corner]]

@@ -62,12 +62,12 @@ class TensorFiles(Protocol):
         ...
 
 
+@dataclass
 class SafetensorsFiles:
     """The tensors of one or more safetensors files of a folder."""
 
-    def __init__(self, directory: Path, tensors: Mapping[str, StoredTensor]) -> None:
-        self.directory = directory
-        self.tensors = tensors
+    directory: Path
+    tensors: Mapping[str, StoredTensor]
 
     def read(self, name: str, region: Region | None = None) -> Tensor:
         path = self.directory / self.tensors[name].file
@@ -114,7 +114,8 @@ def _read_header(path: Path) -> dict[str, StoredTensor]:
         with safe_open(path, framework="pt") as file:
             for key in file.keys():  # noqa: SIM118  not a mapping
                 stored = file.get_slice(key)
-                shape, code = tuple(stored.get_shape()), stored.get_dtype()
+                shape = tuple(stored.get_shape())
+                code = stored.get_dtype()
                 tensors[key] = StoredTensor(shape, DTYPES.get(code), code, path.name)
         return tensors
     except (OSError, ValueError) as error:  # a ValueError: a name that no file can have
@@ -195,7 +196,9 @@ def own_storage(tensor: Tensor) -> Tensor:
 
 def write_index(path: Path, weight_map: Mapping[str, str], total_bytes: int) -> None:
     """Write tensor → file, in transformers' form."""
-    weights = dict(sorted(weight_map.items()))
-    index = {"metadata": {"total_size": total_bytes}, "weight_map": weights}
+    index = {
+        "metadata": {"total_size": total_bytes},
+        "weight_map": dict(sorted(weight_map.items())),
+    }
     path.write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
     fsync_file(path)

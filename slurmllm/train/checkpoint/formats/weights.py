@@ -13,6 +13,7 @@ from torch import Tensor
 
 from slurmllm.core.config.recipe import ModelConfig
 from slurmllm.core.errors import StorageError
+from slurmllm.core.format import format_lines
 from slurmllm.train.checkpoint.formats.dcp_read import DcpFiles
 from slurmllm.train.checkpoint.formats.nxd_files import LAYOUT, NxdFiles, read_layout
 from slurmllm.train.checkpoint.formats.pickles import METADATA
@@ -21,7 +22,7 @@ from slurmllm.train.checkpoint.formats.safetensors_files import (
     TensorFiles,
     open_safetensors,
 )
-from slurmllm.train.checkpoint.shards import Region, WeightReader, sizes_of
+from slurmllm.train.checkpoint.shards import Region, WeightReader, sizes_of, whole_region
 from slurmllm.train.checkpoint.state import INDEX, MODEL, TRAIN_STATE, Origin, require_model
 
 # Parameters with one row per vocabulary entry, and possibly padding rows after them.
@@ -60,7 +61,7 @@ def open_weights(origin: Origin) -> TensorFiles:
     files, faults = open_safetensors(directory, names, weight_map)
     # Imported once without faults: the files were changed or damaged since.
     if faults:
-        raise StorageError("\n".join([f"{directory} is damaged:", *(f"  {f}" for f in faults)]))
+        raise StorageError(f"{directory} is damaged:{format_lines(faults)}")
     return files
 
 
@@ -106,7 +107,8 @@ class _PaddedFiles:
 
     def __init__(self, files: TrainingFiles) -> None:
         self._files = files
-        self.tensors, self.moments = files.tensors, files.moments
+        self.tensors = files.tensors
+        self.moments = files.moments
         self.step = files.step
 
     def read(self, name: str, region: Region | None = None, kind: str | None = None) -> Tensor:
@@ -114,7 +116,7 @@ class _PaddedFiles:
         if stored is None:
             title = name if kind is None else f"{kind} of {name}"
             raise StorageError(f"the checkpoint holds no {title}; restore it")
-        region = region or tuple(slice(0, size) for size in stored.shape)
+        region = region or whole_region(stored.shape)
         read = partial(self._files.read, kind=kind)
         return read_padded(name, region, stored, read, stored.shape[0])
 
@@ -145,8 +147,7 @@ def read_padded(
             f"{name} is {list(shape)} in the checkpoint, too small for "
             f"{[r.stop for r in region]}; restore the checkpoint, or import the model again"
         )
-    whole = tuple(slice(0, length) for length in shape)
-    values = read(name, None if region == whole else region)
+    values = read(name, None if region == whole_region(shape) else region)
     if rows == size[0]:
         return values
     return torch.cat([values, values.new_zeros(size[0] - rows, *size[1:])])
