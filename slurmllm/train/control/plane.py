@@ -50,14 +50,16 @@ class ControlPlane:
         NodeError: The relay does not respond or refuses this worker.
     """
 
+    _connection: Connection | None = None
+    _started = 0  # operations
+    _fault: NodeError | CodeError | None = None
+
     def __init__(
         self, rank: int = 0, world_size: int = 1, path: str | None = None, secret: bytes = b""
     ) -> None:
-        self.rank, self.world_size = rank, world_size
-        self._connection: Connection | None = None
-        self._started = 0  # operations
+        self.rank = rank
+        self.world_size = world_size
         self._results: dict[int, Frame] = {}
-        self._fault: NodeError | CodeError | None = None
         if path is not None:
             self._connection = Connection(_connect(path, rank, world_size, secret))
 
@@ -178,7 +180,8 @@ def open_control(rank: int, world_size: int) -> ControlPlane:
 
 
 def _connect(path: str, rank: int, world_size: int, secret: bytes) -> socket.socket:
-    limit_s, peer = OPERATION_S + _MARGIN_S, socket.socket(socket.AF_UNIX)
+    limit_s = OPERATION_S + _MARGIN_S
+    peer = socket.socket(socket.AF_UNIX)
     try:
         peer.connect(path)
         peer.setblocking(False)

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from slurmllm.core.errors import NodeError
+from slurmllm.core.format import format_names
 from slurmllm.train.control.rendezvous import listen_for_nodes
 from slurmllm.train.control.wire import (
     FAULTS,
@@ -52,6 +53,7 @@ _PROVE_S = 60.0  # for the root to answer: it may be busy
 _LEAVE_S = 5.0  # for the last messages to be sent at the end
 _PAUSE_S = 0.01
 _OTHER_FILES = 512  # of the root's launcher, apart from the connections of other nodes
+_ROOT = Peer(Role.NODE, 0)
 
 log = logging.getLogger(__name__)
 
@@ -94,11 +96,18 @@ class Relay:
         secret: What only this attempt's launchers and workers know.
     """
 
+    _first = 0  # number of the oldest operation
+    _fault: Frame | None = None
+    _has_warned = False
+    _num_reads = 0
+
     def __init__(
         self, position: Position, path: Path, root: tuple[str, int], secret: bytes
     ) -> None:
-        self.position, self.path = position, path
-        self._root, self._secret = root, secret
+        self.position = position
+        self.path = path
+        self._root = root
+        self._secret = secret
         workers = [Peer(Role.WORKER, rank) for rank in position.workers()]
         nodes = [Peer(Role.NODE, node) for node in range(1, len(position.names))]
         if position.index:
@@ -106,18 +115,12 @@ class Relay:
         # In this order contributions are combined, whatever the order in which they arrive.
         self._expected = (*workers, *nodes)
         self._operation_s = OPERATION_S + (_ROOT_MARGIN_S if nodes else 0.0)
-        self._below: dict[Peer, Connection] = {}
-        self._peers: dict[Connection, Peer] = {}
+        self._connections: dict[Peer, Connection] = {}  # to those expected, and to the root
         self._strangers: dict[socket.socket, asyncio.Task[None]] = {}  # the oldest first
         self._missing = {*self._expected}  # that have not connected yet
         self._left: set[Peer] = set()
         self._counts = dict.fromkeys(self._expected, 0)  # contributions so far
-        self._above: Connection | None = None
         self._operations: deque[_Operation] = deque()
-        self._first = 0  # number of the oldest of them
-        self._fault: Frame | None = None
-        self._has_warned = False
-        self._num_reads = 0
         self._runner = asyncio.Runner(loop_factory=asyncio.new_event_loop)
         self._closing = asyncio.Event()
         self._thread = threading.Thread(target=self._run, name="control", daemon=True)
@@ -131,9 +134,9 @@ class Relay:
             server.bind(str(self.path))
             server.listen(socket.SOMAXCONN)
         except OSError as error:
-            fault = f"cannot make its socket {self.path}: {error.strerror or error}"
             raise NodeError(
-                f"the control plane {fault}; free space in the memory disk of the node"
+                f"the control plane cannot make its socket {self.path}: {error.strerror or error}; "
+                "free space in the memory disk of the node"
             ) from error
         if self.position.index == 0 and len(self.position.names) > 1:
             allow_open_files(len(self.position.names) + MAX_PENDING + _OTHER_FILES)
@@ -180,9 +183,10 @@ class Relay:
         rendezvous = self._loop.call_later(RENDEZVOUS_S, self._require_all)
         await closing
         rendezvous.cancel()
-        deadline, num_reads = time.monotonic() + _LEAVE_S, -1
+        deadline = time.monotonic() + _LEAVE_S
+        num_reads = -1
         while time.monotonic() < deadline:
-            unsent = any(connection.unsent for connection in self._connections())
+            unsent = any(connection.unsent for connection in self._connections.values())
             if num_reads == self._num_reads and not unsent:
                 return
             num_reads = self._num_reads
@@ -190,7 +194,7 @@ class Relay:
 
     async def _connect_to_root(self) -> None:
         deadline = time.monotonic() + RENDEZVOUS_S
-        while self._above is None:
+        while _ROOT not in self._connections:
             peer: socket.socket | None = None
             try:
                 peer = socket.socket()
@@ -204,8 +208,8 @@ class Relay:
                 claim = Peer(Role.NODE, self.position.index)
                 async with asyncio.timeout(_PROVE_S):
                     await prove(peer, claim, self.position.world_size, self._secret)
-                self._above = Connection(peer)
-                self._loop.add_reader(peer, self._read, self._above)
+                self._connections[_ROOT] = Connection(peer)
+                self._loop.add_reader(peer, self._read, _ROOT)
             except OSError as error:
                 if time.monotonic() > deadline:
                     host, port = self._root
@@ -217,18 +221,15 @@ class Relay:
                     return
                 await asyncio.sleep(RETRY_S)
             finally:
-                if self._above is None and peer is not None:
+                if _ROOT not in self._connections and peer is not None:
                     peer.close()
 
     def _release(self) -> None:
-        for connection in self._connections():
+        for connection in self._connections.values():
             connection.socket.close()
         for opened in (*self._servers, *self._strangers):
             opened.close()
         self.path.unlink(missing_ok=True)
-
-    def _connections(self) -> list[Connection]:
-        return [*self._below.values(), *([] if self._above is None else [self._above])]
 
     def _require_all(self) -> None:
         if self._missing:
@@ -238,14 +239,13 @@ class Relay:
             )
 
     def _describe(self, peers: Collection[Peer]) -> str:
-        names = []
-        for role, number in sorted(peers)[:4]:
-            if role is Role.WORKER:
-                names.append(f"rank {number} on {self.position.name}")
-            else:
-                names.append(f"the launcher of {self.position.names[number]}")
-        more = f" and {len(peers) - 4} more" if len(peers) > 4 else ""
-        return ", ".join(names) + more
+        names = [
+            f"rank {number} on {self.position.name}"
+            if role is Role.WORKER
+            else f"the launcher of {self.position.names[number]}"
+            for role, number in sorted(peers)
+        ]
+        return format_names(names, 4)
 
     def _accept(self, server: socket.socket) -> None:
         self._num_reads += 1
@@ -266,28 +266,29 @@ class Relay:
 
     async def _admit(self, peer: socket.socket) -> None:
         """Serve a connection that proves to be one of those missing; close any other."""
-        connection: Connection | None = None
+        is_admitted = False
         try:
             async with asyncio.timeout(None if peer.family == socket.AF_UNIX else STRANGER_S):
                 claim, world_size, answer = await read_claim(peer, self._secret)
             if world_size != self.position.world_size or claim not in self._missing:
-                name = f"{claim.role.name.lower()} {claim.number} of a run of {world_size}"
-                raise ConnectionRefusedError(f"{name}: unexpected")
+                raise ConnectionRefusedError(
+                    f"{claim.role.name.lower()} {claim.number} of a run of {world_size}: unexpected"
+                )
             self._missing.remove(claim)
             with suppress(OSError):  # noticed when the connection is read
                 await self._loop.sock_sendall(peer, answer)
-            connection = Connection(peer)
-            self._below[claim], self._peers[connection] = connection, claim
-            self._loop.add_reader(peer, self._read, connection)
+            self._connections[claim] = Connection(peer)
+            is_admitted = True
+            self._loop.add_reader(peer, self._read, claim)
             if self._fault is not None:
-                self._send(connection, self._fault.encode())
+                self._send(claim, self._fault.encode())
         except ConnectionRefusedError as error:
             self._warn(f"refused a connection: {error}")
         except OSError:
             pass  # closed, or it has not greeted in time
         finally:
             del self._strangers[peer]
-            if connection is None:
+            if not is_admitted:
                 peer.close()
 
     def _warn(self, message: str) -> None:
@@ -297,24 +298,24 @@ class Relay:
         )
         self._has_warned = True
 
-    def _read(self, connection: Connection) -> None:
+    def _read(self, peer: Peer) -> None:
         self._num_reads += 1
         try:
-            frames = connection.receive()
+            frames = self._connections[peer].receive()
         except BlockingIOError:
             return
         except (OSError, NodeError, ValueError) as error:
-            self._lost(connection, error)
+            self._lost(peer, error)
             return
         for frame in frames:
-            peer = self._peers.get(connection)
+            has_left = peer not in self._connections
             if frame.kind in FAULTS:
                 self._fail(frame.payload.decode(), frame.kind)
-            elif connection is self._above:
+            elif peer == _ROOT:
                 self._deliver(frame)
-            elif peer is not None and frame.kind is Kind.LEAVE:
+            elif frame.kind is Kind.LEAVE and not has_left:
                 self._leave(peer)
-            elif peer is not None and self._fault is None:
+            elif self._fault is None and not has_left:
                 self._contribute(peer, frame)
 
     def _contribute(self, peer: Peer, frame: Frame) -> None:
@@ -346,7 +347,8 @@ class Relay:
 
     def _complete(self, operation: _Operation) -> None:
         operation.deadline.cancel()
-        kind, parts = operation.kind, operation.parts
+        kind = operation.kind
+        parts = operation.parts
         try:
             combined = combine(kind, [parts[peer] for peer in self._expected])
         except ValueError:
@@ -360,14 +362,15 @@ class Relay:
             self._deliver(result)
 
     def _deliver(self, result: Frame) -> None:
-        whole, empty = result.encode(), result._replace(payload=b"").encode()
-        for peer, connection in self._below.items():
+        whole = result.encode()
+        empty = result._replace(payload=b"").encode()
+        for peer in self._connections.keys() - {_ROOT}:
             # Nobody but rank 0 reads the values that are gathered.
             is_read = result.kind is not Kind.GATHER or peer == (Role.WORKER, 0)
-            self._send(connection, whole if is_read else empty)
+            self._send(peer, whole if is_read else empty)
 
     def _leave(self, peer: Peer) -> None:
-        self._drop(self._below[peer])
+        self._drop(peer)
         self._fail_if_left()
         if len(self._left) == len(self._expected) and self.position.index:
             self._up(Frame(Kind.LEAVE, 0, b""))
@@ -378,24 +381,17 @@ class Relay:
         if gone:
             self._fail(f"Connection closed by peer: {self._describe(gone)} has ended")
 
-    def _lost(self, connection: Connection, error: Exception) -> None:
-        peer = self._drop(connection)
-        if connection is self._above:
-            self._above = None
-        name = self._describe([peer or Peer(Role.NODE, 0)])
+    def _lost(self, peer: Peer, error: Exception) -> None:
+        self._drop(peer)
         reason = "" if isinstance(error, ConnectionResetError) else f" ({error})"
-        self._fail(f"Connection closed by peer: {name}{reason}")
+        self._fail(f"Connection closed by peer: {self._describe([peer])}{reason}")
 
-    def _drop(self, connection: Connection) -> Peer | None:
-        """Close a connection; returns whose it was, None for the root's."""
+    def _drop(self, peer: Peer) -> None:
+        connection = self._connections.pop(peer)
         self._loop.remove_reader(connection.socket)
         self._loop.remove_writer(connection.socket)
         connection.socket.close()
-        peer = self._peers.pop(connection, None)
-        if peer is not None:
-            del self._below[peer]
-            self._left.add(peer)
-        return peer
+        self._left.add(peer)
 
     def _fail(self, reason: str, kind: Kind = Kind.FAULT) -> None:
         """Pass on why no operation can complete any more; the first reason counts."""
@@ -406,27 +402,28 @@ class Relay:
             operation.deadline.cancel()
         self._operations.clear()
         log.debug("control plane: %s", reason)
-        for connection in self._below.values():
-            self._send(connection, self._fault.encode())
-        self._up(self._fault)
+        for peer in self._connections:
+            self._send(peer, self._fault.encode())
 
     def _up(self, frame: Frame) -> None:
-        if self._above is not None:
-            self._send(self._above, frame.encode())
+        if _ROOT in self._connections:
+            self._send(_ROOT, frame.encode())
 
-    def _send(self, connection: Connection, frame: bytes) -> None:
+    def _send(self, peer: Peer, frame: bytes) -> None:
+        connection = self._connections[peer]
         with suppress(OSError):  # noticed when the connection is read
             connection.queue(frame)
             if connection.unsent:
-                self._loop.add_writer(connection.socket, self._flush, connection)
+                self._loop.add_writer(connection.socket, self._flush, peer)
 
-    def _flush(self, connection: Connection) -> None:
+    def _flush(self, peer: Peer) -> None:
+        connection = self._connections[peer]
         try:
             connection.flush()
             if not connection.unsent:
                 self._loop.remove_writer(connection.socket)
         except OSError as error:
-            self._lost(connection, error)
+            self._lost(peer, error)
 
 
 def allow_open_files(count: int) -> None:

@@ -21,6 +21,7 @@ from pathlib import Path
 
 from slurmllm.core.errors import ConfigError, NodeError
 
+Environment = dict[str, str]
 NODE_RANK = "SLURMLLM_NODE_RANK"
 NODE_NAME = "SLURMLLM_NODE"
 SHARING = "SLURMLLM_SHARING"  # workers that share a machine
@@ -49,7 +50,7 @@ def rendezvous_variables(
     node_rank: int,
     local_rank: int,
     threads: int | None = None,
-) -> dict[str, str]:
+) -> Environment:
     """Return the variables with which a worker finds its peers, as torchrun sets them.
 
     $OMP_NUM_THREADS takes precedence over `threads`, the CPU threads of a worker.
@@ -68,7 +69,7 @@ def rendezvous_variables(
     }
 
 
-def new_secret() -> dict[str, str]:
+def new_secret() -> Environment:
     """Return the variable with a new secret, for all workers that are started together.
 
     Only for their environment, which other users cannot read: they can read command lines.
@@ -119,7 +120,7 @@ def listen_for_nodes(address: str, port: int, name: str) -> socket.socket:
             ) from error
 
 
-def interface_variables(master_addr: str, routes: Path = _ROUTES) -> dict[str, str]:
+def interface_variables(master_addr: str, routes: Path = _ROUTES) -> Environment:
     """Return the variables that name the network interface, as far as they are not set yet.
 
     Empty if all workers are on one machine, or if there is no default route in `routes`, the

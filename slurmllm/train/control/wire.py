@@ -28,7 +28,8 @@ from slurmllm.core.errors import NodeError
 MAX_PAYLOAD_BYTES = 1 << 30
 _HEADER = struct.Struct("!BQQ")  # kind, number of the operation, bytes of the payload
 # Below glibc's threshold (128 KB) for memory that is mapped and unmapped at each use.
-_RECEIVE_BYTES, _LONG_RECEIVE_BYTES = 1 << 16, 1 << 20
+_RECEIVE_BYTES = 1 << 16
+_LONG_RECEIVE_BYTES = 1 << 20
 # A machine that loses power closes no connection, and a firewall may drop packets: keep-alive
 # detects both after half a minute, TCP_USER_TIMEOUT if data are in flight.
 _TCP_OPTIONS = (
@@ -73,11 +74,12 @@ class Frame(NamedTuple):
 class Connection:
     """A socket that sends and receives frames, blocking or not."""
 
+    messages = num_bytes = 0  # sent and received, headers included
+    _missing = 0  # bytes of a frame that has arrived in part
+
     def __init__(self, peer: socket.socket) -> None:
         self.socket = peer
-        self.messages = self.num_bytes = 0  # sent and received, headers included
         self._in = bytearray()
-        self._missing = 0  # bytes of a frame that has arrived in part
         self.unsent: deque[memoryview] = deque()
         if peer.family == socket.AF_INET:
             for option in _TCP_OPTIONS:
