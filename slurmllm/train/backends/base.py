@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ParamSpec, SupportsFloat, TypeVar
+from typing import TYPE_CHECKING, Any, SupportsFloat
 
 import numpy as np
 import numpy.typing as npt
@@ -67,13 +67,12 @@ class ReadMark:
 
     def __sub__(self, earlier: ReadMark) -> float:
         # What was enqueued before an earlier result was read has begun no earlier than that.
-        begun, ReadMark._last_read = max(earlier._made, self._last_read), time.perf_counter()
+        begun = max(earlier._made, self._last_read)
+        ReadMark._last_read = time.perf_counter()
         return ReadMark._last_read - begun
 
 
 _NOT_PROFILED = nullcontext()
-P = ParamSpec("P")
-R = TypeVar("R")
 
 
 class Backend(ABC):
@@ -107,10 +106,10 @@ class Backend(ABC):
     # is profiled, else one that does nothing.
     part: Callable[[str], AbstractContextManager[object]] = staticmethod(lambda _: _NOT_PROFILED)
 
-    def annotated(self, name: str, function: Callable[P, R]) -> Callable[P, R]:
+    def annotated(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return a function whose calls are annotated as a part of the step."""
 
-        def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        def call(*args: Any, **kwargs: Any) -> Any:
             with self.part(name):
                 return function(*args, **kwargs)
 
@@ -119,7 +118,9 @@ class Backend(ABC):
     def __init__(
         self, config: RunConfig, mesh: Mesh, worker: Worker, control: ControlPlane | None = None
     ) -> None:
-        self.config, self.mesh, self.worker = config, mesh, worker
+        self.config = config
+        self.mesh = mesh
+        self.worker = worker
         # Over the host's network: its messages never wait for the device.
         self.control = control or ControlPlane()
         assert self.control.world_size == worker.world_size, "one control plane for all workers"

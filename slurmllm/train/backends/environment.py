@@ -32,6 +32,9 @@ class Variable(NamedTuple):
     source: str
 
 
+Variables = dict[str, Variable]  # by name
+
+
 class Graph(NamedTuple):
     """A graph in the cache folder of a compiler."""
 
@@ -49,7 +52,7 @@ class BackendEnvironment:
     """
 
     @staticmethod
-    def variables(config: RunConfig, profiles: Path | None = None) -> dict[str, Variable]:
+    def variables(config: RunConfig, profiles: Path | None = None) -> Variables:
         """Return the workers' environment variables, each with its source.
 
         `profiles` is the folder for profiles of the device's own runtime (`profile.steps`).
@@ -57,7 +60,7 @@ class BackendEnvironment:
         return {}
 
     @staticmethod
-    def cache_variables(cache: str) -> dict[str, Variable]:
+    def cache_variables(cache: str) -> Variables:
         """Return the variables that place the compiler's cache in the node-local folder `cache`."""
         return {}
 
@@ -137,7 +140,7 @@ class RehearsalEnvironment(BackendEnvironment):
     """That of the rehearsal backend, which has no model and so compiles no graphs."""
 
     @staticmethod
-    def variables(config: RunConfig, profiles: Path | None = None) -> dict[str, Variable]:
+    def variables(config: RunConfig, profiles: Path | None = None) -> Variables:
         return {
             "MALLOC_ARENA_MAX": Variable("1", "glibc: fewer arenas, less memory held by threads"),
             "OMP_NUM_THREADS": Variable("1", "rehearsal: no computation to parallelize"),
@@ -244,14 +247,14 @@ def remove_leftovers(planned: Path) -> None:
                 path.unlink()
 
 
-def worker_environment(config: RunConfig, run: RunDir) -> dict[str, Variable]:
+def worker_environment(config: RunConfig, run: RunDir) -> Variables:
     """Return the variables that a job exports for its workers, each with its source; secrets
     masked.
 
     The recipe's replace the cluster profile's, and those the backend's.
     """
 
-    def from_config(path: str, values: Mapping[str, str], owner: str) -> dict[str, Variable]:
+    def from_config(path: str, values: Mapping[str, str], owner: str) -> Variables:
         origins = {name: config.origins.get(f"{path}.{name}", "") for name in values}
         return {
             name: Variable(value, "--set" if origins[name].startswith("--set") else owner)
@@ -259,14 +262,15 @@ def worker_environment(config: RunConfig, run: RunDir) -> dict[str, Variable]:
         }
 
     environment = load_environment(config.backend)
-    cluster, recipe = config.cluster, config.recipe
+    cluster = config.cluster
+    recipe = config.recipe
     layers = (
         environment.variables(config, run.neuron_profiles),
         environment.cache_variables(node_local_cache(config, run)),
         from_config("cluster.env", cluster.env, f"cluster {cluster.name}"),
         from_config("env", recipe.env, f"recipe {recipe.name}"),
     )
-    variables: dict[str, Variable] = {}
+    variables: Variables = {}
     for layer in layers:
         for name, variable in layer.items():
             variables.pop(name, None)

@@ -15,8 +15,13 @@ import io
 import logging
 import os
 import pickle
+import sys
+import threading
+from contextlib import suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,9 +30,10 @@ from torch._C._distributed_c10d import HashStore, Store, TCPStore  # torch.distr
 from torch.distributed import distributed_c10d
 
 from slurmllm.core.errors import NodeError
-from slurmllm.train.backends.flight_recorder import answer_requests
+from slurmllm.core.run.flight_recorder import dump_prefixes
+from slurmllm.core.run.safe_files import write_whole
 from slurmllm.train.control.rendezvous import listen, own_secret
-from slurmllm.train.model.private_names import SIGNED_OBJECTS
+from slurmllm.train.model.private_names import FLIGHT_RECORDER, SIGNED_OBJECTS
 
 log = logging.getLogger(__name__)
 
@@ -51,7 +57,9 @@ def init_process_group(
     secret: bytes | None = None
     store: Store = HashStore()
     if world_size > 1:
-        secret, address, port = own_secret(), os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
+        secret = own_secret()
+        address = os.environ["MASTER_ADDR"]
+        port = os.environ["MASTER_PORT"]
         # torch's own socket would listen on all interfaces; the store closes this one.
         listener = None if rank else listen(address, int(port)).detach()
         options: dict[str, Any] = {"timeout": timeout, "master_listen_fd": listener}
@@ -78,7 +86,8 @@ class SignedStore(Store):
 
     def __init__(self, store: Store, secret: bytes) -> None:
         super().__init__()
-        self._store, self._secret = store, secret
+        self._store = store
+        self._secret = secret
 
     def set(self, key: str, value: str | bytes) -> None:
         data = value.encode() if isinstance(value, str) else value
@@ -106,18 +115,19 @@ class SignedStore(Store):
         self._store.set_timeout(timeout)
 
 
+@dataclass(repr=False)
 class _SignedPickles:
     """The methods of pickle.Pickler and pickle.Unpickler that torch's object collectives call."""
 
-    def __init__(self, file: io.BytesIO, *, secret: bytes) -> None:
-        self._file, self._secret = file, secret
+    file: io.BytesIO
+    secret: bytes
 
     def dump(self, value: Any) -> None:
         data = pickle.dumps(value)
-        self._file.write(_proof(self._secret, "pickle", data) + data)
+        self.file.write(_proof(self.secret, "pickle", data) + data)
 
     def load(self) -> Any:
-        data = _verify(self._secret, "pickle", self._file.read())
+        data = _verify(self.secret, "pickle", self.file.read())
         return pickle.loads(data)  # noqa: S301 (signed by a worker of this attempt)
 
 
@@ -144,7 +154,8 @@ def sign_objects(secret: bytes) -> str | None:
 
 
 def _verify(secret: bytes, key: str, signed: bytes) -> bytes:
-    proof, value = signed[:_PROOF], signed[_PROOF:]
+    proof = signed[:_PROOF]
+    value = signed[_PROOF:]
     if not hmac.compare_digest(proof, _proof(secret, key, value)):
         raise NodeError(
             f"invalid signature of {key!r}: not written by a worker of this attempt; another "
@@ -156,3 +167,30 @@ def _verify(secret: bytes, key: str, signed: bytes) -> bytes:
 def _proof(secret: bytes, key: str, value: bytes) -> bytes:
     name = key.encode()
     return hmac.digest(secret, len(name).to_bytes(8, "big") + name + value, "sha256")
+
+
+def answer_requests(rank: int) -> None:
+    """Start a thread that dumps torch's Flight Recorder when it reads something from a pipe.
+
+    For process groups without NCCL. With NCCL, torch's monitor thread answers the requests itself,
+    on a pipe that replaces this one.
+    """
+    pipe, dump = dump_prefixes(os.environ)
+    if not pipe or not dump or FLIGHT_RECORDER.missing():
+        return
+    (dump_trace,) = FLIGHT_RECORDER.get()
+    path = Path(f"{pipe}{rank}.pipe")
+
+    def answer() -> None:
+        while os.read(descriptor, 64):
+            # Torch names the lines of code by its compiler, whose import may take longer than
+            # launchers wait.
+            trace = dump_trace(includeStackTraces="torch._inductor.codecache" in sys.modules)
+            with suppress(OSError):
+                write_whole(Path(f"{dump}{rank}"), trace, 0o600, durable=False)
+
+    with suppress(OSError):  # a file system without pipes: no reason to end the training
+        path.unlink(missing_ok=True)
+        os.mkfifo(path, 0o600)
+        descriptor = os.open(path, os.O_RDWR)  # also for writing: it is open at any time
+        threading.Thread(target=answer, name="flight recorder", daemon=True).start()

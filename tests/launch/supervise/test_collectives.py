@@ -169,7 +169,7 @@ def test_variables_of_the_user_are_not_replaced() -> None:
 WORKER = """
 import os, sys, time
 import torch, torch.distributed as dist
-from slurmllm.train.backends.flight_recorder import answer_requests
+from slurmllm.train.backends.process_group import answer_requests
 rank = int(os.environ["RANK"])
 answer_requests(rank)
 dist.init_process_group("gloo", init_method=sys.argv[1], rank=rank, world_size=3)

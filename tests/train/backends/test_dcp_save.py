@@ -4,6 +4,7 @@ import dataclasses
 import hashlib
 import threading
 import warnings
+import zipfile
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -37,9 +38,9 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     event = threading.Event()
     write = DcpSave.write
 
-    def waiting(self: DcpSave) -> None:
+    def waiting(self: DcpSave) -> list[Place]:
         assert event.wait(30)
-        write(self)
+        return write(self)
 
     monkeypatch.setattr(DcpSave, "write", waiting)
     return event
@@ -82,9 +83,9 @@ def test_the_optimizer_waits_for_the_copy(
 
     go = threading.Event()
 
-    def slow(self: Any, *arguments: Any) -> None:
+    def slow(self: Any, *arguments: Any) -> list[Place]:
         assert go.wait(30)
-        copy(self, *arguments)
+        return copy(self, *arguments)
 
     monkeypatch.setattr(DcpSave, "copy_and_write", slow)
     saving = backend.save_shards(tmp_path)
@@ -126,6 +127,18 @@ def test_several_files_of_one_worker(
     resumed = new_backend()
     resumed.load_shards(tmp_path)
     assert train(resumed, 2, first=2) == expected
+
+
+def test_other_archives_keep_their_checksums(new_backend: NewBackend, tmp_path: Path) -> None:
+    backend = new_backend()
+    train(backend, 1)
+    names = save(backend, tmp_path)
+    torch.save({"a": torch.ones(100)}, tmp_path / "other.pt")
+    with zipfile.ZipFile(tmp_path / "other.pt") as archive:
+        assert all(member.CRC for member in archive.infolist() if member.file_size)
+    assert torch.serialization.get_crc32_options()
+    with zipfile.ZipFile(tmp_path / names[0]) as shard:
+        assert not any(member.CRC for member in shard.infolist())
 
 
 FEW = "train.micro_batch=4"

@@ -107,7 +107,8 @@ def wrap_output(output: Output, device: Device, *, shared: bool) -> None:
 
     `shared`: the vocabulary is sharded, and workers exchange sums between the passes.
     """
-    output.wide, output.one_pass = slow_bf16(), device.asynchronous
+    output.wide = slow_bf16()
+    output.one_pass = device.asynchronous
     if device.asynchronous and not shared:
         output.softmax_gradient_ = device.compile(output.softmax_gradient_)
     else:

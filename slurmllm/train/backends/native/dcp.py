@@ -26,10 +26,11 @@ import mmap
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -38,12 +39,12 @@ from torch.distributed.tensor import DTensor
 
 from slurmllm.core.config.recipe import ModelConfig
 from slurmllm.core.errors import StorageError
+from slurmllm.core.run.rundir import storage_errors
 from slurmllm.plan.mesh import Mesh
 from slurmllm.train.backends.native.device import Device
 from slurmllm.train.checkpoint.formats.dcp_read import DcpFiles
 from slurmllm.train.checkpoint.formats.dcp_write import (
     ChecksumFiles,
-    Keys,
     Place,
     SaveIndex,
     file_name,
@@ -51,15 +52,15 @@ from slurmllm.train.checkpoint.formats.dcp_write import (
     write_chunk,
 )
 from slurmllm.train.checkpoint.formats.nxd_files import read_layout
-from slurmllm.train.checkpoint.formats.pickles import METADATA, ChunkTable, read_metadata
+from slurmllm.train.checkpoint.formats.pickles import METADATA, read_metadata
 from slurmllm.train.checkpoint.formats.weights import TrainingFiles, open_training
-from slurmllm.train.checkpoint.shards import ShardWrite
+from slurmllm.train.checkpoint.shards import ShardWrite, leaves
 from slurmllm.train.control.plane import ControlPlane
 from slurmllm.train.model.init import local_part, local_region
 
 log = logging.getLogger(__name__)
 
-T = TypeVar("T")
+Tensors = dict[str, Tensor]  # by key
 
 _ALIGNMENT = 64  # bytes, of a copy in host memory
 _BACKGROUND_NICENESS = 5  # of the writing threads: training has the cores first
@@ -81,18 +82,7 @@ def state_of(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int) -> d
     }
 
 
-def _tensors(state: Mapping[str, Any], keys: Keys = ()) -> Iterator[tuple[Keys, Tensor]]:
-    for key, value in state.items():
-        if isinstance(value, Mapping):
-            yield from _tensors(value, (*keys, key))
-        else:
-            assert isinstance(value, Tensor), "a state holds tensors only"
-            yield (*keys, key), value
-
-
-def own_tensors(
-    state: Mapping[str, Tensor], mesh: Mesh, rank: int, *, tied: bool = False
-) -> list[str]:
+def own_tensors(state: Tensors, mesh: Mesh, rank: int, *, tied: bool = False) -> list[str]:
     """Return the keys of the tensors whose local chunks this worker writes, in their order."""
     # Axis → this worker's index, and the axis' degree.
     mesh_axes = {
@@ -112,9 +102,11 @@ def own_tensors(
                     del axes[name]
         if tied and mesh.pipeline > 1 and key.startswith(_TIED):
             axes["pipeline"] = (int(mesh.pipeline_rank(rank) > 0), 2)
-        holder, count = 0, 1
+        holder = 0
+        count = 1
         for index, degree in axes.values():
-            holder, count = holder * degree + index, count * degree
+            holder = holder * degree + index
+            count = count * degree
         if num_bytes := local_part(tensor).nbytes:  # FSDP leaves some workers without a part
             groups.setdefault((tuple(axes), holder, count), {})[key] = num_bytes
     written: set[str] = set()
@@ -134,52 +126,55 @@ def share_out(sizes_bytes: Mapping[str, int], count: int) -> list[list[str]]:
     return shares
 
 
+@dataclass
 class DcpSaver:
     """Writer of a worker's part of every checkpoint, with one plan and host memory for all.
 
     `tied`: the first and the last pipeline stage share the embedding.
     """
 
-    def __init__(
-        self, control: ControlPlane, device: Device, mesh: Mesh, rank: int, *, tied: bool = False
-    ) -> None:
-        self._control, self._device = control, device
-        self._mesh, self._rank, self._tied = mesh, rank, tied
-        self._files: list[list[str]] = []  # keys of this worker's tensors, by file
-        self._index: SaveIndex | None = None
-        self._names: frozenset[str] = frozenset()
-        self._copies: dict[str, Tensor] = {}
-        self._save: DcpSave | None = None
+    control: ControlPlane
+    device: Device
+    mesh: Mesh
+    rank: int
+    tied: bool = False
+    _files: Sequence[Sequence[str]] = ()  # keys of this worker's tensors, by file
+    _index: SaveIndex | None = None
+    _names: frozenset[str] = frozenset()
+    _copies: Tensors = field(default_factory=dict)
+    _save: DcpSave | None = None
 
     def begin(self, state: Mapping[str, Any], directory: Path, *, asynchronous: bool) -> DcpSave:
         """Begin to write a state (tensors, DTensors, dicts of them) into a folder.
 
         Unless `asynchronous`, this worker's files are written on return.
         """
-        by_keys = dict(_tensors(state))
+        by_keys = dict(leaves(state))
+        assert all(isinstance(value, Tensor) for value in by_keys.values()), "only tensors"
         tensors = {".".join(keys): tensor for keys, tensor in by_keys.items()}
         if self._index is None:
             self._names = frozenset(tensors)
-            written = own_tensors(tensors, self._mesh, self._rank, tied=self._tied)
+            written = own_tensors(tensors, self.mesh, self.rank, tied=self.tied)
             sizes = {key: local_part(tensors[key]).nbytes for key in written}
             # Two files keep two cores busy with checksums.
             split = sum(sizes.values()) >= _SPLIT_BYTES
             self._files = share_out(sizes, 2) if split else [written]
             chunks = {".".join(keys): make_chunk(keys, tensor) for keys, tensor in by_keys.items()}
-            self._index = SaveIndex(
-                self._control, [chunks[key] for file in self._files for key in file]
-            )
+            own_chunks = [chunks[key] for file in self._files for key in file]
+            self._index = SaveIndex(self.control, own_chunks)
         assert self._names == tensors.keys(), "the names of a state never change"
         parts = [{key: local_part(tensors[key]).detach() for key in file} for file in self._files]
         if asynchronous and not self._copies:
             self._allocate_copies(parts)
-        save = self._save = DcpSave(directory, parts, self._control, self._index)
+        save = self._save = DcpSave(directory, parts, self.control, self._index)
+        executor = ThreadPoolExecutor(1, thread_name_prefix="shards")
         if asynchronous:
-            executor = ThreadPoolExecutor(1, thread_name_prefix="shards")
-            executor.submit(save.copy_and_write, self._copies, self._device, self._device.event())
-            executor.shutdown(wait=False)
+            save.places = executor.submit(
+                save.copy_and_write, self._copies, self.device, self.device.event()
+            )
         else:
-            save.write()
+            save.places = executor.submit(save.write)
+        executor.shutdown(wait=not asynchronous)
         return save
 
     def wait_for_copy(self) -> None:
@@ -187,7 +182,7 @@ class DcpSaver:
         if self._save is not None:
             self._save.wait_for_copy()
 
-    def _allocate_copies(self, parts: Sequence[Mapping[str, Tensor]]) -> None:
+    def _allocate_copies(self, parts: Sequence[Tensors]) -> None:
         tensors = {key: tensor for group in parts for key, tensor in group.items()}
         sizes = {key: math.ceil(t.nbytes / _ALIGNMENT) * _ALIGNMENT for key, t in tensors.items()}
         memory = mmap.mmap(-1, sum(sizes.values()) or _ALIGNMENT)
@@ -203,26 +198,23 @@ class DcpSaver:
                 self._copies[key] = torch.empty(tensor.shape, dtype=tensor.dtype)
             offset += sizes[key]
         # Pinned, so that copies run during computation; it stays registered until the end.
-        if fault := self._device.pin(torch.frombuffer(memory, dtype=torch.uint8)):
+        if fault := self.device.pin(torch.frombuffer(memory, dtype=torch.uint8)):
             log.warning("slow copies at saves: %s", fault)
 
 
+@dataclass
 class DcpSave(ShardWrite):
     """One save of a worker's shards; made by `DcpSaver.begin`."""
 
-    def __init__(
-        self,
-        directory: Path,
-        parts: Sequence[dict[str, Tensor]],
-        control: ControlPlane,
-        index: SaveIndex,
-    ) -> None:
-        self._directory, self._parts = directory, parts
-        self._control, self._index = control, index
+    directory: Path
+    parts: Sequence[Tensors]
+    control: ControlPlane
+    index: SaveIndex
+
+    def __post_init__(self) -> None:
+        self.places: Future[list[Place]]  # of this worker's chunks
         self._written = ChecksumFiles()
         self._copied = threading.Event()
-        self._places: Future[list[Place]] = Future()
-        self.waited_s = 0.0
 
     def wait_for_copy(self) -> None:
         if not self._copied.is_set():
@@ -230,61 +222,57 @@ class DcpSave(ShardWrite):
             self._copied.wait()
             self.waited_s += time.monotonic() - began
 
-    def copy_and_write(self, copies: Mapping[str, Tensor], device: Device, ready: Any) -> None:
+    def copy_and_write(self, copies: Tensors, device: Device, ready: Any) -> list[Place]:
         """Copy all tensors after the work that was enqueued before `ready`, then write them."""
         try:
             with torch.no_grad(), device.copies(ready):
                 copied = [
                     {key: copies[key].copy_(t, non_blocking=True) for key, t in group.items()}
-                    for group in self._parts
+                    for group in self.parts
                 ]
             # Only now: other streams use the memory of tensors that are released.
-            self._parts = copied
-        except BaseException as error:
-            self._places.set_exception(error)
-            return
+            self.parts = copied
         finally:
             self._copied.set()
         # On Linux this changes only this thread and the threads that it starts.
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _BACKGROUND_NICENESS)
-        self.write()
+        return self.write()
 
-    def write(self) -> None:
-        """Write this worker's files; errors are raised by `wait` and `finish`."""
+    def write(self) -> list[Place]:
+        """Write this worker's files."""
         self._copied.set()
+        crc32 = torch.serialization.get_crc32_options()
         try:
-            with ThreadPoolExecutor(len(self._parts)) as pool:
-                places = list(pool.map(self._write_file, range(len(self._parts)), self._parts))
-            self._places.set_result([location for group in places for location in group])
-        except OSError as error:
-            self._places.set_exception(self._storage_error(error))
-        except BaseException as error:
-            self._places.set_exception(error)
+            with (
+                storage_errors(f"rank {self.control.rank} cannot write shards"),
+                ThreadPoolExecutor(len(self.parts)) as pool,
+            ):
+                places = pool.map(self._write_file, range(len(self.parts)), self.parts)
+                return [location for group in places for location in group]
+        finally:
+            # Where all threads of torch share it, the last file restores what another had set.
+            torch.serialization.set_crc32_options(crc32)
 
-    def _write_file(self, number: int, tensors: Mapping[str, Tensor]) -> list[Place]:
-        name = file_name(self._control.rank, number)
-        with self._written.create(self._directory / name) as stream:
+    def _write_file(self, number: int, tensors: Tensors) -> list[Place]:
+        name = file_name(self.control.rank, number)
+        with self._written.create(self.directory / name) as stream:
             return [write_chunk(stream, name, tensor) for tensor in tensors.values()]
 
     def wait(self) -> list[str]:
-        self._places.result()
+        self.places.result()
         return sorted(self._written.written)
 
     def finish(self) -> list[str]:
         """Write `.metadata` on rank 0 (collective)."""
-        self._index.collect(self._places.result())
-        if self._control.rank:
+        self.index.collect(self.places.result())
+        if self.control.rank:
             return []
-        try:
-            with self._written.create(self._directory / METADATA) as stream:
-                stream.write(self._index.content)
-        except OSError as error:
-            raise self._storage_error(error) from error
+        with (
+            storage_errors(f"rank {self.control.rank} cannot write shards"),
+            self._written.create(self.directory / METADATA) as stream,
+        ):
+            stream.write(self.index.content)
         return [METADATA]
-
-    def _storage_error(self, error: OSError) -> StorageError:
-        reason = error.strerror or error
-        return StorageError(f"cannot write shards: {reason} (rank {self._control.rank})")
 
     def sha256(self, name: str) -> str | None:
         return self._written.written.get(name)
@@ -302,57 +290,49 @@ def load(
     The random state is restored if the number of workers is the same. Raises a StorageError on all
     workers if one cannot read its shards.
     """
+    own = _random_key(control.rank)
+    random_state: Tensors = {}
     model_state, optimizer_state = get_state_dict(model, optimizer)
     state: dict[str, Any] = {"model": model_state, "optimizer": optimizer_state["state"]}
-    table = _agree(control, lambda: _read_table(directory) if control.rank == 0 else None)
-    (table,) = control.broadcast((table,))
+    # None for a checkpoint of NxD.
+    table = control.from_first(
+        lambda: read_metadata(directory) if read_layout(directory) is None else None
+    )
+    # Each worker that wrote the checkpoint has a random state.
+    stored = table.stored if table is not None else {}
+    writers = {key.split(".")[1] for key in stored if key.startswith(f"{RANDOM}.")}
+    if len(writers) == control.world_size:
+        random_state = {
+            kind: tensor
+            for kind, tensor in _random_state(model).items()
+            if f"{RANDOM}.{own}.{kind}" in stored
+        }
+        state[RANDOM] = {own: random_state}
 
+    @torch.no_grad()
     def read_shards() -> None:
-        if table is None:
-            _read_nxd_shards(state, open_training(directory, config))
-            return
-        # Each worker that wrote the checkpoint has a random state.
-        writers = {key.split(".")[1] for key in table.stored if key.startswith(f"{RANDOM}.")}
-        if len(writers) == control.world_size:
-            mine, now = _random_key(control.rank), _random_state(model)
-            stored = [kind for kind in now if f"{RANDOM}.{mine}.{kind}" in table.stored]
-            state[RANDOM] = {mine: {kind: now[kind] for kind in stored}}
-        _read_shards(state, DcpFiles(directory, table))
+        tensors = dict(leaves(state))
+        try:
+            if table is None:
+                _read_nxd_shards(tensors, open_training(directory, config))
+                return
+            files = DcpFiles(directory, table)
+            by_key = {".".join(keys): tensor for keys, tensor in tensors.items()}
+            for key, tensor in by_key.items():
+                files.require_shape(key, tuple(tensor.shape))
+            files.fill({key: (local_part(t), local_region(t)) for key, t in by_key.items()})
+        except StorageError as error:
+            raise StorageError(f"{error} (rank {control.rank})") from error
 
-    _agree(control, read_shards)
+    control.agree(read_shards)
     set_state_dict(model, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state)
-    random_state = state.get(RANDOM, {}).get(_random_key(control.rank), {})
     for kind, module in _random_modules(model).items():
         if kind in random_state:
             module.set_rng_state(random_state[kind])
 
 
-def _agree(control: ControlPlane, work: Callable[[], T]) -> T:
-    def run() -> T:
-        try:
-            return work()
-        except StorageError as error:
-            raise StorageError(f"{error} (rank {control.rank})") from error
-
-    return control.agree(run)
-
-
-def _read_table(directory: Path) -> ChunkTable | None:
-    """Read `.metadata`; None for a checkpoint of NxD."""
-    return read_metadata(directory) if read_layout(directory) is None else None
-
-
-@torch.no_grad()
-def _read_shards(state: Mapping[str, Any], files: DcpFiles) -> None:
-    tensors = {".".join(keys): tensor for keys, tensor in _tensors(state)}
-    for key, tensor in tensors.items():
-        files.require_shape(key, tuple(tensor.shape))
-    files.fill({key: (local_part(t), local_region(t)) for key, t in tensors.items()})
-
-
-@torch.no_grad()
-def _read_nxd_shards(state: Mapping[str, Any], files: TrainingFiles) -> None:
-    for (kind, name, *moment), tensor in _tensors(state):
+def _read_nxd_shards(tensors: Mapping[Any, Tensor], files: TrainingFiles) -> None:
+    for (kind, name, *moment), tensor in tensors.items():
         region = local_region(tensor)
         if kind == "model":
             local_part(tensor).copy_(files.read(name, region))
@@ -372,5 +352,5 @@ def _random_modules(model: nn.Module) -> dict[str, Any]:
     return {kind: torch.get_device_module(kind), "cpu": torch.random}
 
 
-def _random_state(model: nn.Module) -> dict[str, Tensor]:
+def _random_state(model: nn.Module) -> Tensors:
     return {kind: module.get_rng_state() for kind, module in _random_modules(model).items()}

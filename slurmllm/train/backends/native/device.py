@@ -175,7 +175,8 @@ class Cuda(Accelerator):
 
     @classmethod
     def missing(cls, local_rank: int) -> str | None:
-        count, host = torch.cuda.device_count(), socket.gethostname()
+        count = torch.cuda.device_count()
+        host = socket.gethostname()
         if count > local_rank:
             return None
         if torch.version.cuda is None and torch.version.hip is None:
@@ -255,8 +256,9 @@ class DeviceNumber:
     `Tensor.item()` would wait for the step that was enqueued since.
     """
 
+    _ready: Any = None
+
     def __init__(self, value: Tensor) -> None:
-        self._ready: Any = None
         if not value.is_cpu:
             module: Any = torch.get_device_module(value.device)
             value = value.to("cpu", non_blocking=True)  # into pinned memory

@@ -14,7 +14,13 @@ from slurmllm.core.config.recipe import ADAMW
 from slurmllm.core.config.resolve import RunConfig
 from slurmllm.core.config.rules import choose, divisors
 from slurmllm.plan.mesh import Mesh
-from slurmllm.train.backends.environment import BackendEnvironment, Graph, Variable, output_of
+from slurmllm.train.backends.environment import (
+    BackendEnvironment,
+    Graph,
+    Variable,
+    Variables,
+    output_of,
+)
 
 CPUINFO = Path("/proc/cpuinfo")
 _UNKNOWN = "unknown"
@@ -25,7 +31,7 @@ output = functools.cache(output_of)
 _FX_GRAPHS = "inductor/fxgraph"  # two levels: first letters of the key, then the key
 
 
-def variables(config: RunConfig, profiles: Path | None = None) -> dict[str, Variable]:
+def variables(config: RunConfig, profiles: Path | None = None) -> Variables:
     values = {
         "MALLOC_ARENA_MAX": Variable("64", "glibc: fewer arenas, less memory held by threads")
     }
@@ -47,7 +53,7 @@ def variables(config: RunConfig, profiles: Path | None = None) -> dict[str, Vari
     return values
 
 
-def cache_variables(cache: str) -> dict[str, Variable]:
+def cache_variables(cache: str) -> Variables:
     return {
         "TORCHINDUCTOR_CACHE_DIR": Variable(f"{cache}/inductor", "PyTorch: compiled graphs"),
         "TRITON_CACHE_DIR": Variable(f"{cache}/triton", "Triton: compiled GPU kernels"),
@@ -68,10 +74,9 @@ def expects_graphs(config: RunConfig) -> bool:
 
 def graphs(cache: Path) -> list[Graph]:
     compiler = f"inductor {importlib.metadata.version('torch')}"
-    entries = sorted((cache / _FX_GRAPHS).glob("*/*"))
     return [
         Graph(entry.name, str(entry.relative_to(cache)), "compiled", compiler)
-        for entry in entries
+        for entry in sorted((cache / _FX_GRAPHS).glob("*/*"))
         # Empty if a worker was killed when it began to write.
         if entry.is_dir() and any(entry.iterdir())
     ]
@@ -79,7 +84,8 @@ def graphs(cache: Path) -> list[Graph]:
 
 def graph_inputs(config: RunConfig, mesh: Mesh, threads: int | None) -> dict[str, object]:
     """Return the shapes and formats of a block, and the CPU threads that its code is for."""
-    recipe, cluster = config.recipe, config.cluster
+    recipe = config.recipe
+    cluster = config.cluster
     # Before the nodes are known, the partition replaces their number of threads.
     on = threads if threads is not None else (recipe.slurm.partition or cluster.partition)
     return {
@@ -119,7 +125,8 @@ node_versions = versions  # the driver of a GPU is in torch's own messages
 
 def unsupported(config: RunConfig) -> list[str]:
     recipe = config.recipe
-    tensor, model = recipe.parallel.tensor, recipe.model
+    tensor = recipe.parallel.tensor
+    model = recipe.model
     faults = []
     if model.kv_heads % tensor:
         faults.append(
@@ -174,7 +181,8 @@ def processor(device: str, variables: Mapping[str, str]) -> dict[str, str]:
         gpus = output("nvidia-smi", "--query-gpu=name,compute_cap", "--format=csv,noheader")
         names = {line.replace(",", "") for line in (gpus or _UNKNOWN).splitlines()}
         return {"gpu": ", ".join(sorted(names))}
-    fields, compiler = cpu_fields(), variables.get("CXX") or "g++"
+    fields = cpu_fields()
+    compiler = variables.get("CXX") or "g++"
     flags = set(fields.get("flags") or fields.get("Features") or [])  # x86-64, Arm
     x86 = platform.machine() == "x86_64"
     features = filter(_INSTRUCTIONS.match, flags) if x86 else flags

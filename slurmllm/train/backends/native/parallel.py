@@ -95,7 +95,8 @@ class ParallelEmbedding(nn.Embedding):
 
     def __init__(self, entries: int, width: int, mesh: DeviceMesh, stream: Placement) -> None:
         super().__init__(entries, width, device="meta")
-        self.mesh, self.stream = mesh, stream
+        self.mesh = mesh
+        self.stream = stream
 
     def forward(self, entries: Tensor) -> Tensor:
         """[batch, seq] → [batch, seq or a shard of it, hidden]; entries equal on all workers."""
@@ -114,7 +115,8 @@ class ParallelOutput(Output):
 
     def __init__(self, vocab_size: int, mesh: DeviceMesh, stream: Placement) -> None:
         super().__init__(vocab_size)
-        self.mesh, self.stream = mesh, stream
+        self.mesh = mesh
+        self.stream = stream
 
     def forward(self, x: Tensor, weight: Tensor, labels: Tensor | None) -> Tensor:
         """Local x [batch, seq or a shard of it, hidden] → logits [batch, seq, own shard], or loss.
@@ -139,8 +141,9 @@ def make_chunk(model_factory: ModelFactory, chunk: int, mesh: Mesh) -> Decoder:
     model = model_factory()
     assert isinstance(model, Decoder)
     each = model.config.num_layers // mesh.chunks
-    layers = range(chunk * each, (chunk + 1) * each)
-    model.keep(layers, first=chunk == 0, last=chunk == mesh.chunks - 1)
+    model.keep(
+        range(chunk * each, (chunk + 1) * each), first=chunk == 0, last=chunk == mesh.chunks - 1
+    )
     return model
 
 
@@ -161,6 +164,8 @@ class Pipeline:
 
     `hidden`, the activations between chunks: [micro_batch, seq or a shard of it, hidden], on meta.
     """
+
+    _weight = 1.0
 
     def __init__(
         self,
@@ -197,21 +202,21 @@ class Pipeline:
             stage.forward_one_chunk = annotated("forward", stage.forward_one_chunk)
             stage.backward_one_chunk = annotated("backward", stage.backward_one_chunk)
             stages.append(stage)
-        self.first, self.last = chunks[0].first, chunks[-1].last
-        self._weight = 1.0
+        self.first = chunks[0].first
+        self.last = chunks[-1].last
         count = mesh.accumulation
-        # The model's output is the loss; gradients are scaled through it, not a second time.
-        options: dict[str, Any] = {
-            "loss_fn": lambda loss, labels: loss * self._weight / count,
-            "scale_grads": False,
-        }
-        self._schedule: Any
+        schedule: Any = Schedule1F1B
         if len(stages) > 1:
-            self._schedule = ScheduleInterleaved1F1B(stages, count, **options)
+            schedule = ScheduleInterleaved1F1B
         elif count < mesh.chunks:  # 1F1B needs at least one micro batch for each stage
-            self._schedule = ScheduleGPipe(stages[0], count, **options)
-        else:
-            self._schedule = Schedule1F1B(stages[0], count, **options)
+            schedule = ScheduleGPipe
+        # The model's output is the loss; gradients are scaled through it, not a second time.
+        self._schedule = schedule(
+            stages if len(stages) > 1 else stages[0],
+            count,
+            loss_fn=lambda loss, labels: loss * self._weight / count,
+            scale_grads=False,
+        )
 
     def forward_backward(
         self,

@@ -37,6 +37,8 @@ from slurmllm.core.plugins import build
 from slurmllm.train.backends.native.device import KINDS, send
 from slurmllm.train.model.init import local_part, local_region
 
+NamedParameters = Iterable[tuple[str, Tensor]]
+Options = dict[str, Any]  # of a function, or of a group of parameters
 _PURE = ("bf16_sr", "bf16")
 
 
@@ -62,9 +64,7 @@ def sharding_policy(precision: str) -> MixedPrecisionPolicy:
     )
 
 
-def make_optimizer(
-    named_parameters: Iterable[tuple[str, Tensor]], recipe: Recipe
-) -> torch.optim.Optimizer:
+def make_optimizer(named_parameters: NamedParameters, recipe: Recipe) -> torch.optim.Optimizer:
     """Make the recipe's optimizer over this worker's shards, under their names in the whole model.
 
     Raises a ConfigError if another package's optimizer, its settings or what it makes are wrong.
@@ -72,7 +72,8 @@ def make_optimizer(
     optim = recipe.optim
     if optim.name == ADAMW:
         return make_adamw(named_parameters, optim, recipe.train)
-    parameters, path = list(named_parameters), "optim.name"
+    parameters = list(named_parameters)
+    path = "optim.name"
     made = build(
         "optimizers", optim.name, path, torch.optim.Optimizer, optim.settings, parameters, recipe
     )
@@ -87,11 +88,11 @@ def make_optimizer(
 
 
 def make_adamw(
-    named_parameters: Iterable[tuple[str, Tensor]], optim: OptimConfig, train: TrainConfig
+    named_parameters: NamedParameters, optim: OptimConfig, train: TrainConfig
 ) -> torch.optim.Optimizer:
     # An optimizer of another package that updates some parameters by AdamW calls it too.
     names, param_groups = adamw_groups(named_parameters, optim)
-    options: dict[str, Any] = {"lr": optim.lr, "betas": optim.betas, "eps": optim.eps}
+    options: Options = {"lr": optim.lr, "betas": optim.betas, "eps": optim.eps}
     if train.precision == "bf16_sr":
         return StochasticAdamW(
             param_groups, names, **options, seed=train.seed, compiled=train.compile
@@ -100,8 +101,8 @@ def make_adamw(
 
 
 def adamw_groups(
-    named_parameters: Iterable[tuple[str, Tensor]], optim: OptimConfig
-) -> tuple[dict[Tensor, str], list[dict[str, Any]]]:
+    named_parameters: NamedParameters, optim: OptimConfig
+) -> tuple[dict[Tensor, str], list[Options]]:
     # Matrices and embeddings have two dimensions; norms and biases have one. The fused kernel needs
     # all tensors of a group on one mesh.
     groups: dict[tuple[bool, Any], list[Tensor]] = {}
@@ -116,6 +117,15 @@ def adamw_groups(
     ]
 
 
+def initial_state(parameter: Tensor) -> dict[str, Tensor]:
+    """Return AdamW's state before the first step, by torch's names."""
+    return {
+        "step": torch.zeros((), dtype=torch.float32),  # on the CPU, which reads it
+        "exp_avg": torch.zeros_like(parameter, requires_grad=False),
+        "exp_avg_sq": torch.zeros_like(parameter, requires_grad=False),
+    }
+
+
 class StochasticAdamW(torch.optim.Optimizer):
     """torch.optim.AdamW, computed in fp32 from bf16 and rounded back stochastically.
 
@@ -125,7 +135,7 @@ class StochasticAdamW(torch.optim.Optimizer):
 
     def __init__(
         self,
-        groups: Iterable[dict[str, Any]],
+        groups: Iterable[Options],
         names: Mapping[Tensor, str],
         *,
         lr: float,
@@ -153,9 +163,7 @@ class StochasticAdamW(torch.optim.Optimizer):
             states = [self.state[parameter] for parameter in parameters]
             for parameter, state in zip(parameters, states, strict=True):
                 if not state:
-                    state["step"] = torch.zeros((), dtype=torch.float32)  # on the CPU: read below
-                    state["exp_avg"] = torch.zeros_like(parameter)
-                    state["exp_avg_sq"] = torch.zeros_like(parameter)
+                    state.update(initial_state(parameter))
             torch._foreach_add_([state["step"] for state in states], 1)
             factors: dict[int, Tensor] = {}  # by step, usually one for all parameters
             for parameter, state in zip(parameters, states, strict=True):
@@ -172,8 +180,10 @@ class StochasticAdamW(torch.optim.Optimizer):
 
 def coefficients(group: Mapping[str, Any], step: int, device: torch.device) -> Tensor:
     """Return those of `adamw_step`, fp32 [7]; a tensor, or each step would compile again."""
-    lr, (beta1, beta2) = float(group["lr"]), group["betas"]
-    size, root = lr / (1 - beta1**step), (1 - beta2**step) ** -0.5
+    lr = float(group["lr"])
+    beta1, beta2 = group["betas"]
+    size = lr / (1 - beta1**step)
+    root = (1 - beta2**step) ** -0.5
     keep = 1 - lr * group["weight_decay"]
     values = [keep, 1 - beta1, beta2, 1 - beta2, size, root, group["eps"]]
     return send(torch.tensor(values, dtype=torch.float32), device)
@@ -210,7 +220,8 @@ def update_(
     if weight.ndim == 1:
         weight, exp_avg, exp_avg_sq = (x.unsqueeze(0) for x in (weight, exp_avg, exp_avg_sq))
     bits = scramble(keys ^ columns)
-    first, second = bits & 0xFFFF, (bits >> 16) & 0xFFFF
+    first = bits & 0xFFFF
+    second = (bits >> 16) & 0xFFFF
     w, g, m, v = (tensor.float() for tensor in (weight, gradient, exp_avg, exp_avg_sq))
     w, m, v = adamw_step(w, g, m, v, coefficients)
     # The moments share their bits: each is unbiased, and the effect of their correlation is of the
@@ -259,6 +270,8 @@ class _RandomKeys:
     A shard is rows and columns of the whole parameter; a vector is one row.
     """
 
+    _step = -1
+
     def __init__(self, named_parameters: Sequence[tuple[str, Tensor]], seed: int) -> None:
         self._seed = seed
         self._columns: dict[Tensor, Tensor] = {}
@@ -267,13 +280,12 @@ class _RandomKeys:
         for name, parameter in named_parameters:
             region = local_region(parameter)
             row, column = region if len(region) == 2 else (slice(0, 1), region[0])
-            options: dict[str, Any] = {"dtype": torch.int32, "device": local_part(parameter).device}
+            options: Options = {"dtype": torch.int32, "device": local_part(parameter).device}
             numbers = torch.arange(row.start, row.stop, **options)
             rows.append(scramble(numbers ^ _hash_of(seed, name)))
             self._count[parameter] = len(numbers)
             self._columns[parameter] = torch.arange(column.start, column.stop, **options)
         self._rows = torch.cat(rows).unsqueeze(1)
-        self._step = -1
         self._keys: dict[Tensor, Tensor] = {}
 
     def get(self, parameter: Tensor, step: int) -> tuple[Tensor, Tensor]:

@@ -84,7 +84,8 @@ class NativeBackend(Backend):
 
     def start(self) -> None:
         faults = unsupported(self.config)
-        worker, mesh = self.worker, self.mesh
+        worker = self.worker
+        mesh = self.mesh
         kind = KINDS[self.config.cluster.device]
         if self.config.recipe.train.compile and not kind.asynchronous:
             if fault := compiling.missing_compiler():
@@ -92,7 +93,8 @@ class NativeBackend(Backend):
             compiling.tag_cache_keys()
         if faults:
             raise ConfigError("the native backend cannot run this recipe", faults)
-        self.worker_device, self.forward_marks = kind(worker.local_rank), []
+        self.worker_device = kind(worker.local_rank)
+        self.forward_marks = []
         self.device = self.worker_device.torch
         if kind.asynchronous:
             self.deferred_metrics = True
@@ -110,7 +112,8 @@ class NativeBackend(Backend):
         torch.manual_seed(self.config.recipe.train.seed + worker.rank)
 
     def build(self, model_factory: ModelFactory) -> None:
-        recipe, mesh = self.config.recipe, self.mesh
+        recipe = self.config.recipe
+        mesh = self.mesh
         chunk_indices = range(mesh.pipeline_rank(self.worker.rank), mesh.chunks, mesh.pipeline)
         with torch.device("meta"):
             self.chunks = [make_chunk(model_factory, index, mesh) for index in chunk_indices]
@@ -155,9 +158,12 @@ class NativeBackend(Backend):
             chunk.to_empty(device=self.device)
         self.model = combine_chunks(self.chunks)
         if unsharded:
-            dtype, device = precision.compute_dtype(recipe.train.precision), self.worker_device
+            dtype = precision.compute_dtype(recipe.train.precision)
             self.weights = UnshardedWeights(
-                self.model, dtype, device.waiting_gradients, lasting=self._has_mixed_adamw()
+                self.model,
+                dtype,
+                self.worker_device.waiting_gradients,
+                lasting=self._has_mixed_adamw(),
             )
         for chunk in self.chunks:
             initialize(chunk, recipe.model, recipe.train.seed)
@@ -174,36 +180,55 @@ class NativeBackend(Backend):
         return call
 
     def _make_pipeline(self) -> Pipeline:
-        recipe, mesh = self.config.recipe, self.mesh
+        recipe = self.config.recipe
+        mesh = self.mesh
         length = recipe.model.seq_len
         share = length // mesh.tensor if recipe.parallel.sequence else length
         shape = (mesh.micro_batch, share, recipe.model.hidden_size)
         dtype = precision.compute_dtype(recipe.train.precision)
         # Without `requires_grad` no gradient is sent back.
         hidden = torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)
-        group = self.device_mesh["pipeline"]
-        return Pipeline(self.chunks, mesh, group, self.device, hidden, length, self.annotated)
+        return Pipeline(
+            self.chunks,
+            mesh,
+            self.device_mesh["pipeline"],
+            self.device,
+            hidden,
+            length,
+            self.annotated,
+        )
 
     def _has_mixed_adamw(self) -> bool:
-        train, device = self.config.recipe.train, self.worker_device
-        unsharded = fsdp_disabled(self.config, self.mesh)
-        mixed = unsharded and train.precision == "bf16_mixed" and train.compile
-        # Gradients of another format than the weight's: torch 2.10.
-        return mixed and device.asynchronous and hasattr(Tensor, "grad_dtype")
+        train = self.config.recipe.train
+        return (
+            fsdp_disabled(self.config, self.mesh)
+            and train.precision == "bf16_mixed"
+            and train.compile
+            and self.worker_device.asynchronous
+            # Gradients of another format than the weight's: torch 2.10.
+            and hasattr(Tensor, "grad_dtype")
+        )
 
     def build_optimizer(self) -> None:
-        recipe, parameters = self.config.recipe, self.model.named_parameters()
+        recipe = self.config.recipe
+        parameters = self.model.named_parameters()
         if self.weights is not None and self._has_mixed_adamw():
             self.optimizer = MixedAdamW(parameters, recipe.optim, self.weights, self.worker_device)
         else:
             self.optimizer = precision.make_optimizer(parameters, recipe)
-        workers, shared = self.mesh.data * self.mesh.tensor, self._tied_embedding()
+        workers = self.mesh.data * self.mesh.tensor
+        shared = self._tied_embedding()
         self.parameters = {
             parameter: num_copies(parameter, workers) * (2 if parameter is shared else 1)
             for parameter in self.model.parameters()
         }
-        tied, rank = recipe.model.tied_embeddings, self.worker.rank
-        self.shards = DcpSaver(self.control, self.worker_device, self.mesh, rank, tied=tied)
+        self.shards = DcpSaver(
+            self.control,
+            self.worker_device,
+            self.mesh,
+            self.worker.rank,
+            recipe.model.tied_embeddings,
+        )
 
     def fill_weights(self, read: WeightReader) -> None:
         for chunk in self.chunks:
@@ -314,7 +339,8 @@ class NativeBackend(Backend):
         return DeviceNumber(norm)  # here, so that who reads it waits for the whole step
 
     def param_norm(self) -> DeviceNumber:
-        parameters, foreach = self.parameters, self.worker_device.asynchronous
+        parameters = self.parameters
+        foreach = self.worker_device.asynchronous
         return DeviceNumber(total_norm([*parameters], [*parameters.values()], foreach=foreach))
 
     def save_shards(self, directory: Path) -> ShardWrite:
@@ -325,8 +351,8 @@ class NativeBackend(Backend):
         )
 
     def load_shards(self, directory: Path) -> None:
-        model = self.config.recipe.model
-        dcp.load(self.model, self.optimizer, directory, self.control, config=model)
+        config = self.config.recipe.model
+        dcp.load(self.model, self.optimizer, directory, self.control, config)
 
     def model_of_hooks(self) -> nn.Module:
         return self.model
@@ -339,7 +365,8 @@ class NativeBackend(Backend):
             torch.compiler.reset()  # shapes are static, and dynamo keeps at most eight graphs
         super().change_batch(mesh)
         if self.pipeline is not None:
-            self.pipeline, self.evaluation_pipeline = self._make_pipeline(), None
+            self.pipeline = self._make_pipeline()
+            self.evaluation_pipeline = None
 
     def mark(self) -> Any:
         return self.worker_device.mark() or super().mark()

@@ -10,7 +10,7 @@ same bits.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +20,13 @@ from torch import Tensor, nn
 
 from slurmllm.core.config.recipe import OptimConfig
 from slurmllm.train.backends.native.device import Device
-from slurmllm.train.backends.native.precision import adamw_groups, adamw_step, coefficients
+from slurmllm.train.backends.native.precision import (
+    NamedParameters,
+    adamw_groups,
+    adamw_step,
+    coefficients,
+    initial_state,
+)
 
 
 @dataclass(slots=True)
@@ -48,13 +54,17 @@ class UnshardedWeights:
         copies: Stored parameter → its copy of `dtype`.
     """
 
+    _bytes = 0
+    _summing = False
+    _versions: list[int] | None = None  # of the originals that the copies are equal to
+
     def __init__(
         self, model: nn.Module, dtype: torch.dtype, waiting_bytes: int, *, lasting: bool = False
     ) -> None:
         self._lasting = lasting
         self._weights: list[_Weight] = []
         self._waiting: list[tuple[_Weight, Tensor]] = []
-        self._bytes, self._limit, self._summing = 0, waiting_bytes, False
+        self._limit = waiting_bytes
         for module in model.modules():
             for name, stored in [*module.named_parameters(recurse=False)]:
                 if stored.dtype == dtype == torch.float32:
@@ -69,7 +79,6 @@ class UnshardedWeights:
         self._converted = [w for w in self._weights if w.used is not w.stored]
         self.copies = {weight.stored: weight.used.detach() for weight in self._converted}
         self._originals = [weight.stored.detach() for weight in self._converted]
-        self._versions: list[int] | None = None  # of the originals that the copies are equal to
         for stored in self.copies if lasting else ():
             stored.grad_dtype = None  # any
 
@@ -111,7 +120,8 @@ class UnshardedWeights:
             if weight.waits:
                 self._add()
             self._waiting.append((weight, used.grad))
-            used.grad, weight.waits = None, True
+            used.grad = None
+            weight.waits = True
             self._bytes += used.nbytes
             if self._bytes > self._limit:
                 self._add()
@@ -138,13 +148,15 @@ class UnshardedWeights:
     def _finish(self) -> None:
         """Give the sums to the stored parameters, in a format that the optimizer takes."""
         for weight in () if self._summing else self._converted:
-            weight.stored.grad, weight.used.grad = weight.used.grad, None
+            weight.stored.grad = weight.used.grad
+            weight.used.grad = None
         summed = [weight for weight in self._weights if weight.sum is not None]
         sums = [weight.sum for weight in summed if weight.sum is not None]
         if sums and summed[0].stored.dtype != torch.float32:
             sums = _converted(sums, summed[0].stored.dtype)
         for weight, total in zip(summed, sums, strict=True):
-            weight.stored.grad, weight.sum = total, None
+            weight.stored.grad = total
+            weight.sum = None
 
 
 def _converted(tensors: list[Tensor], dtype: torch.dtype = torch.float32) -> list[Tensor]:
@@ -171,7 +183,7 @@ class MixedAdamW(torch.optim.Optimizer):
 
     def __init__(
         self,
-        named_parameters: Iterable[tuple[str, Tensor]],
+        named_parameters: NamedParameters,
         optim: OptimConfig,
         weights: UnshardedWeights,
         device: Device,
@@ -182,24 +194,22 @@ class MixedAdamW(torch.optim.Optimizer):
         )
         self._weights, self._update = weights, device.compile(update_mixed_, dynamic=True)
         for parameter in weights.copies:
-            self.state[parameter] = {
-                "step": torch.zeros((), dtype=torch.float32),  # on the CPU: read below
-                "exp_avg": torch.zeros_like(parameter, requires_grad=False),
-                "exp_avg_sq": torch.zeros_like(parameter, requires_grad=False),
-            }
+            self.state[parameter] = initial_state(parameter)
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         assert closure is None, "the loss is computed before"
         steps = [state["step"] for state in self.state.values()]
         torch._foreach_add_(steps, 1)
-        step, factor = int(steps[0].item()), self.factor.float()
+        step = int(steps[0].item())
+        factor = self.factor.float()
         for group in self.param_groups:
             row = coefficients(group, step, factor.device)
             vectors: list[list[Tensor]] = []
             for parameter in group["params"]:
                 assert parameter.grad is not None
-                state, copy = self.state[parameter], self._weights.copies[parameter]
+                state = self.state[parameter]
+                copy = self._weights.copies[parameter]
                 moments = state["exp_avg"], state["exp_avg_sq"]
                 tensors = [parameter.detach(), *moments, copy, parameter.grad.contiguous()]
                 if parameter.ndim == 1:

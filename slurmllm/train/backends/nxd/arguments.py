@@ -6,15 +6,15 @@ is given by its name, which `runtime.py` replaces with the object.
 
 from __future__ import annotations
 
-from typing import Any
-
 from slurmllm.core.config.resolve import RunConfig
+from slurmllm.core.format import Json
 from slurmllm.plan.mesh import Mesh
 from slurmllm.plan.parameters import kv_copies
 
 # Classes of `model.py`, by name. NxD's tracer does not trace into a module whose class name
 # contains one of the leaf names.
-BLOCK, CORE = "ParallelBlock", "CoreAttention"
+BLOCK = "ParallelBlock"
+CORE = "CoreAttention"
 LEAVES = ("LayerNorm", "RMSNorm", "VocabularyEmbedding", "Positions", "ParallelLoss")
 # The sequence dimension of activations in `slurmllm.train.model`: [batch, seq, hidden].
 SEQUENCE_DIMENSION = 1
@@ -41,11 +41,14 @@ def model_inputs(config: RunConfig) -> tuple[str, ...]:
     return ("tokens", "labels", *documents)
 
 
-def arguments(config: RunConfig, mesh: Mesh) -> dict[str, Any]:
+def arguments(config: RunConfig, mesh: Mesh) -> Json:
     recipe = config.recipe
-    parallel, train, optim = recipe.parallel, recipe.train, recipe.optim
+    parallel = recipe.parallel
+    train = recipe.train
+    optim = recipe.optim
     recomputed = [name for block in train.recomputed for name in _RECOMPUTED_CLASSES[block]]
-    zero, master = parallel.zero > 0, train.precision == "bf16_mixed"
+    zero = parallel.zero > 0
+    master = train.precision == "bf16_mixed"
     return {
         "neuronx_distributed_config": {
             "tensor_parallel_size": mesh.tensor,
@@ -91,7 +94,7 @@ def arguments(config: RunConfig, mesh: Mesh) -> dict[str, Any]:
     }
 
 
-def _pipeline(config: RunConfig, mesh: Mesh) -> dict[str, Any]:
+def _pipeline(config: RunConfig, mesh: Mesh) -> Json:
     layers = config.recipe.model.num_layers // mesh.chunks
     return {
         "transformer_layer_cls": BLOCK,

@@ -38,11 +38,16 @@ from slurmllm.core.config.families import FAMILIES
 from slurmllm.core.config.recipe import ADAMW, Recipe
 from slurmllm.core.config.resolve import RunConfig
 from slurmllm.plan.mesh import Mesh
-from slurmllm.train.backends.environment import BackendEnvironment, Graph, Variable, output_of
+from slurmllm.train.backends.environment import (
+    BackendEnvironment,
+    Graph,
+    Variable,
+    Variables,
+    output_of,
+)
 from slurmllm.train.backends.nxd.arguments import arguments as arguments
 
 INSPECT = "NEURON_RT_INSPECT_ENABLE"
-_ZERO_BUCKETS = "ALL_GATHER_REDUCE_SCATTER_BUCKET_CAP_MB"
 _PROFILER = "Neuron Explorer: environment variables"
 _CPU_MODE = {
     "NXD_CPU_MODE": Variable("1", "NxD: cluster.device cpu, for tests"),
@@ -55,36 +60,52 @@ _EFA = {
 }
 
 
-def _buckets(recipe: Recipe, has_rms_norm: bool) -> tuple[str, str, str]:
-    """Return variable, value and source of the size of NxD's buckets."""
-    # In the variable that this run's optimizer reads.
+def _buckets(recipe: Recipe, has_rms_norm: bool) -> Variables:
+    """Return the size of NxD's buckets, in the variable that this run's optimizer reads."""
     if recipe.parallel.zero == 0:
-        buckets, size, source = (
-            "ALLREDUCE_BUCKET_CAP_MB",
-            "1024",
-            "neox_20b.sh (there BUCKET_CAP_MB)",
-        )
+        buckets = Variable("1024", "neox_20b.sh (there BUCKET_CAP_MB)")
         if has_rms_norm:
-            size, source = "512", "HLAT 7B, NxD: its default"
-    else:
-        buckets, size, source = _ZERO_BUCKETS, "130", "NxD: its default; NaN above 140"
-        if recipe.train.precision != "fp32":  # NxD halves it only if XLA_DOWNCAST_BF16 is 0
-            size, source = "65", "NxD: half of 130 where tensors are bf16 to torch"
-    return buckets, size, source
+            buckets = Variable("512", "HLAT 7B, NxD: its default")
+        return {"ALLREDUCE_BUCKET_CAP_MB": buckets}
+    buckets = Variable("130", "NxD: its default; NaN above 140")
+    if recipe.train.precision != "fp32":  # NxD halves it only if XLA_DOWNCAST_BF16 is 0
+        buckets = Variable("65", "NxD: half of 130 where tensors are bf16 to torch")
+    return {"ALL_GATHER_REDUCE_SCATTER_BUCKET_CAP_MB": buckets}
 
 
-def variables(config: RunConfig, profiles: Path | None = None) -> dict[str, Variable]:
-    recipe, on_neuron = config.recipe, config.cluster.device == "neuron"
-    precision, family = recipe.train.precision, recipe.model.family
-    has_rms_norm = FAMILIES[family].norm == "rms"
+def _profiling(profiles: Path | None) -> Variables:
+    """Return the variables of Neuron's profiler, which the runtime reads when a worker starts.
+
+    It profiles the whole attempt, and of the device each graph's first execution.
+    """
+    variables = {
+        INSPECT: Variable("1", f"profile.steps ({_PROFILER})"),
+        "NEURON_RT_INSPECT_DEVICE_PROFILE": Variable("1", f"{_PROFILER}: a graph's first run"),
+    }
+    if profiles is not None:
+        variables["NEURON_RT_INSPECT_OUTPUT_DIR"] = Variable(
+            str(profiles), f"{_PROFILER}: a folder a worker, named by its process"
+        )
+    return variables
+
+
+def variables(config: RunConfig, profiles: Path | None = None) -> Variables:
+    recipe = config.recipe
+    on_neuron = config.cluster.device == "neuron"
+    precision = recipe.train.precision
+    has_rms_norm = FAMILIES[recipe.model.family].norm == "rms"
     # Executions in flight and malloc's arenas, which the published scripts found by measurement.
-    if has_rms_norm:
-        script, in_flight, arenas = "HLAT 7B", 3, 64
-        if recipe.parallel.pipeline > 1:
-            script, in_flight, arenas = "run_llama2_70B_tp_pp.sh", 7, 128
+    arenas = "128"
+    if not has_rms_norm:
+        script = "neox_20b.sh" if recipe.model.family == "neox" else "train_setup.sh"
+        in_flight = "5"
+    elif recipe.parallel.pipeline > 1:
+        script = "run_llama2_70B_tp_pp.sh"
+        in_flight = "7"
     else:
-        script = "neox_20b.sh" if family == "neox" else "train_setup.sh"
-        in_flight, arenas = 5, 128
+        script = "HLAT 7B"
+        in_flight = "3"
+        arenas = "64"
     network = _CPU_MODE
     if on_neuron:
         instance = INSTANCES.get(config.cluster.instance_type or DEFAULT, INSTANCES[DEFAULT])
@@ -100,19 +121,7 @@ def variables(config: RunConfig, profiles: Path | None = None) -> dict[str, Vari
     # other modes cast the whole model by XLA_USE_BF16, where our model casts by itself. Explicit,
     # because releases differ in the default (matmult, later none).
     flags.append("--auto-cast=none")
-    buckets, size, source = _buckets(recipe, has_rms_norm)
-    # Neuron's profiler, which the runtime reads when a worker starts. It profiles the whole
-    # attempt, and of the device each graph's first execution.
-    profiling: dict[str, Variable] = {}
-    if recipe.profile.steps is not None and on_neuron:
-        profiling = {
-            INSPECT: Variable("1", f"profile.steps ({_PROFILER})"),
-            "NEURON_RT_INSPECT_DEVICE_PROFILE": Variable("1", f"{_PROFILER}: a graph's first run"),
-        }
-        if profiles is not None:
-            profiling["NEURON_RT_INSPECT_OUTPUT_DIR"] = Variable(
-                str(profiles), f"{_PROFILER}: a folder a worker, named by its process"
-            )
+    is_profiled = recipe.profile.steps is not None and on_neuron
     return {
         **network,
         # Our launcher replaces torchrun. Only with this variable does torch-xla give each worker
@@ -121,20 +130,20 @@ def variables(config: RunConfig, profiles: Path | None = None) -> dict[str, Vari
         "NEURON_CC_FLAGS": Variable(" ".join(flags), "neox_20b.sh, HLAT, NxDT; --auto-cast: ours"),
         "NEURON_RT_STOCHASTIC_ROUNDING_EN": rounding,
         "NEURON_RT_EXEC_TIMEOUT": Variable("4000", "HLAT, s: outlasts a graph a peer compiles"),
-        "NEURON_RT_ASYNC_EXEC_MAX_INFLIGHT_REQUESTS": Variable(str(in_flight), script),
+        "NEURON_RT_ASYNC_EXEC_MAX_INFLIGHT_REQUESTS": Variable(in_flight, script),
         "NEURON_FUSE_SOFTMAX": Variable("1", "train_setup.sh, HLAT"),
         "NEURON_TRANSFER_WITH_STATIC_RING_OPS": Variable("", "neox_20b.sh, HLAT 7B"),
         "XLA_DISABLE_FUNCTIONALIZATION": Variable(
             "0", "run_llama2_70B_tp_pp.sh; Neuron: else splits of 2D tensors go wrong"
         ),
-        buckets: Variable(size, source),
-        "MALLOC_ARENA_MAX": Variable(str(arenas), script),
+        **_buckets(recipe, has_rms_norm),
+        "MALLOC_ARENA_MAX": Variable(arenas, script),
         "XLA_THREAD_POOL_SIZE": Variable("4", "neox_20b.sh"),
-        **profiling,
+        **(_profiling(profiles) if is_profiled else {}),
     }
 
 
-def cache_variables(cache: str) -> dict[str, Variable]:
+def cache_variables(cache: str) -> Variables:
     return {
         "NEURON_COMPILE_CACHE_URL": Variable(
             f"{cache}/neuron", "HLAT: node-local; a shared one timed out at 128 nodes"
@@ -167,7 +176,8 @@ def graphs(cache: Path) -> list[Graph]:
     for entry in sorted((cache / "neuron").glob("neuronxcc-*/MODULE_*")):
         if not entry.is_dir():
             continue
-        neff, log = entry / "model.neff", entry / "model.log"
+        neff = entry / "model.neff"
+        log = entry / "model.log"
         graph = Graph(entry.name, str(entry.relative_to(cache)), "missing", entry.parent.name)
         if (entry / "model.done").is_file() and neff.is_file() and neff.stat().st_size > 0:
             graph = graph._replace(state="compiled")
@@ -194,7 +204,8 @@ def precompile_commands(config: RunConfig, workers: Sequence[str], work: Path) -
     """
     if not expects_graphs(config):
         return [list(workers)]
-    tool, options = _find_tool() or _TOOL, ["--parallel_compile_workdir", str(work)]
+    tool = _find_tool() or _TOOL
+    options = ["--parallel_compile_workdir", str(work)]
     return [
         [tool, "--command", "collect", *options, *workers],
         [tool, "--command", "compile", *options],
@@ -263,8 +274,11 @@ _TENSOR_SIZES = (1, 2, 4, 8, 16, 32)
 
 
 def unsupported(config: RunConfig) -> list[str]:
-    recipe, cluster = config.recipe, config.cluster
-    parallel, train, model = recipe.parallel, recipe.train, recipe.model
+    recipe = config.recipe
+    cluster = config.cluster
+    parallel = recipe.parallel
+    train = recipe.train
+    model = recipe.model
     faults = []
     if cluster.device == "cuda":
         faults.append(

@@ -38,7 +38,9 @@ class Layers:
     def __init__(
         self, config: ModelConfig, tensor: int, dtype: torch.dtype, *, sequence: bool
     ) -> None:
-        self.config, self.tensor, self.dtype = config, tensor, dtype
+        self.config = config
+        self.tensor = tensor
+        self.dtype = dtype
         self._sequence = sequence and tensor > 1
         self._options: dict[str, Any] = {
             "dtype": dtype,
@@ -51,12 +53,22 @@ class Layers:
 
     def column(self, linear: nn.Linear, rows: int | None = None) -> Any:
         """Make a layer sharded by output features; `rows` of all workers with replicated heads."""
-        sizes, bias = (linear.in_features, rows or linear.out_features), linear.bias is not None
-        return ColumnParallelLinear(*sizes, bias=bias, gather_output=False, **self._options)
+        return ColumnParallelLinear(
+            linear.in_features,
+            rows or linear.out_features,
+            bias=linear.bias is not None,
+            gather_output=False,
+            **self._options,
+        )
 
     def row(self, linear: nn.Linear) -> Any:
-        sizes, bias = (linear.in_features, linear.out_features), linear.bias is not None
-        return RowParallelLinear(*sizes, bias=bias, input_is_parallel=True, **self._options)
+        return RowParallelLinear(
+            linear.in_features,
+            linear.out_features,
+            bias=linear.bias is not None,
+            input_is_parallel=True,
+            **self._options,
+        )
 
     def vocabulary(self, embedding: nn.Embedding, kind: type[VocabularyEmbedding]) -> nn.Module:
         return kind(
@@ -131,10 +143,14 @@ class CoreAttention(CausalCore):
         """
         if self.use_rotary:
             rotary = rotary[:, : q.shape[1]]
-            q, k = rotate(q, rotary), rotate(k, rotary)
-        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+            q = rotate(q, rotary)
+            k = rotate(k, rotary)
+        q = q.transpose(1, 2)
+        k = k.transpose(1, 2)
+        v = v.transpose(1, 2)
         if self.group > 1:
-            k, v = k.repeat_interleave(self.group, 1), v.repeat_interleave(self.group, 1)
+            k = k.repeat_interleave(self.group, 1)
+            v = v.repeat_interleave(self.group, 1)
         scores = torch.matmul(q, k.transpose(-1, -2)) / math.sqrt(q.shape[-1])
         length = q.shape[-2]
         unseen = torch.ones(length, length, dtype=torch.bool, device=q.device).triu(1)
@@ -154,8 +170,10 @@ class ParallelBlock(Block):
         nn.Module.__init__(self)
         config = layers.config
         self.parallel_residual = block.parallel_residual
-        self.attention_norm, self.mlp_norm = block.attention_norm, block.mlp_norm
-        self.attention, self.mlp = block.attention, block.mlp
+        self.attention_norm = block.attention_norm
+        self.mlp_norm = block.mlp_norm
+        self.attention = block.attention
+        self.mlp = block.mlp
         self._rotary = rotary
         plan = sharding_plan(config.family, config.tied_embeddings, config.qk_norm).block
         for name, how in plan.items():
@@ -248,7 +266,8 @@ class ParallelDecoder(nn.Module):
         pairs = zip(decoder.layers, decoder.blocks(), strict=True)
         self.layers = nn.ModuleDict({n: ParallelBlock(b, layers, rotary) for n, b in pairs})
         self.final_norm = decoder.final_norm
-        width, entries = decoder.embed.embedding_dim, decoder.embed.num_embeddings
+        width = decoder.embed.embedding_dim
+        entries = decoder.embed.num_embeddings
         # A tied head's weight is replaced.
         head = decoder.head or nn.Linear(width, entries, bias=False, device="meta")
         self.head = layers.column(head)

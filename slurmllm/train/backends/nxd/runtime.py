@@ -44,7 +44,14 @@ from slurmllm.train.backends.nxd import saving
 from slurmllm.train.backends.nxd.arguments import arguments, dtype, model_inputs, optimizer_dtype
 from slurmllm.train.backends.nxd.environment import INSPECT, unsupported
 from slurmllm.train.backends.nxd.saving import NxdSaving
-from slurmllm.train.backends.nxd.shards import NAME, Norm, ParameterShards, clip_, sum_
+from slurmllm.train.backends.nxd.shards import (
+    NAME,
+    Norm,
+    Parameters,
+    ParameterShards,
+    clip_,
+    sum_,
+)
 from slurmllm.train.backends.process_group import init_process_group
 from slurmllm.train.checkpoint.formats.nxd_files import NxdLayout, read_layout
 from slurmllm.train.checkpoint.formats.pickles import pickle_faults
@@ -66,7 +73,7 @@ class NxdBackend(Backend):
 
     model: nn.Module  # from `initialize_parallel_model`
     optimizer: torch.optim.Optimizer  # from `initialize_parallel_optimizer`
-    parameters: dict[str, nn.Parameter]  # by name in the whole model, in the optimizer's order
+    parameters: Parameters  # in the optimizer's order
     _hooked: torch.optim.Optimizer | None = None
     _stage_names: tuple[tuple[str, ...], ...] | None = None  # parameters of each stage
 
@@ -78,8 +85,12 @@ class NxdBackend(Backend):
         if not cpu_mode():
             import torch_xla.distributed.xla_backend  # noqa: F401  registers "xla"
 
-        name = "gloo" if cpu_mode() else "xla"
-        init_process_group(name, self.worker.rank, self.worker.world_size, CONTROL_TIMEOUT)
+        init_process_group(
+            "gloo" if cpu_mode() else "xla",
+            self.worker.rank,
+            self.worker.world_size,
+            CONTROL_TIMEOUT,
+        )
         self.device = torch.device("cpu") if cpu_mode() else xm.xla_device()
         # Learning rate and step are tensors there: as Python numbers they would become constants of
         # the graph if they round to 1, as `1 - lr · decay` does in a warm-up: another graph than
@@ -124,7 +135,8 @@ class NxdBackend(Backend):
         return options
 
     def build(self, model_factory: ModelFactory) -> None:
-        recipe, mesh = self.config.recipe, self.mesh
+        recipe = self.config.recipe
+        mesh = self.mesh
         self._shards = ParameterShards(recipe.model, mesh.tensor)
         self._initialize = self._shards.initializer(recipe.train.seed)
         weight_dtype = getattr(torch, dtype(recipe.train.precision))
@@ -336,7 +348,8 @@ class NxdBackend(Backend):
 
     def _layout(self) -> NxdLayout:
         """Return the layout of the checkpoints (collective when first called)."""
-        mesh, precision = self.mesh, self.config.recipe.train.precision
+        mesh = self.mesh
+        precision = self.config.recipe.train.precision
         if self._stage_names is None:
             first = self._ranks[1:] == (0, 0)  # one worker of a stage
             stages = self.control.gather(tuple(self.parameters) if first else None)
@@ -409,7 +422,8 @@ class NxdBackend(Backend):
     @property
     def _ranks(self) -> tuple[int, int, int]:
         """This worker's rank in its pipeline, among the replicas, in its tensor-parallel group."""
-        rank, mesh = self.worker.rank, self.mesh
+        rank = self.worker.rank
+        mesh = self.mesh
         return mesh.pipeline_rank(rank), mesh.data_rank(rank), rank % mesh.tensor
 
     def precompile_resume(self) -> None:

@@ -48,25 +48,35 @@ class NxdSaving(ShardWrite):
         model: Any,
         optimizer: Any,
     ) -> None:
-        self._directory, self._layout, self._rank = directory, layout, rank
+        self._directory = directory
+        self._layout = layout
+        self._rank = rank
         # In a thread even if training waits, so that a failed write can be reported.
-        options = {"async_save": True, "num_kept_ckpts": None}
-        nxd.save_checkpoint(str(directory), TAG, model=model, optimizer=optimizer, **options)
+        nxd.save_checkpoint(
+            str(directory),
+            TAG,
+            model=model,
+            optimizer=optimizer,
+            async_save=True,
+            num_kept_ckpts=None,
+        )
         self._task: concurrent.futures.Future[None] | None = nxd_checkpoint.g_iostate._save_task
 
     def wait(self) -> list[str]:
         try:
             if self._task is not None:
                 self._task.result()
-            data, (model, optimizer) = self._rank[1], files_of(self._layout, self._rank)
+            data = self._rank[1]
+            model, optimizer = files_of(self._layout, self._rank)
             names = [model] if data == 0 else []
             if self._layout.zero or data == 0:
                 names.append(optimizer)
             for name in names:
                 fsync_file(self._directory / name)
         except RuntimeError as error:  # torch.save wraps the file system's error
-            message = f"NxD cannot write shards into {self._directory}: {error}"
-            raise StorageError(message) from error
+            raise StorageError(
+                f"NxD cannot write shards into {self._directory}: {error}"
+            ) from error
         return names
 
     def finish(self) -> list[str]:

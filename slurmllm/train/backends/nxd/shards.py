@@ -22,6 +22,7 @@ from slurmllm.plan.parameters import Shape, Share, kv_copies, parameter_shapes, 
 from slurmllm.train.checkpoint.shards import Region, WeightReader
 from slurmllm.train.model.init import initial_values
 
+Parameters = dict[str, nn.Parameter]  # by name in the whole model
 NAME = "slurmllm_name"  # attribute of a module: NxD partitions the model and renames the parts
 _WRAPPED = "_checkpoint_wrapped_module."
 
@@ -38,13 +39,14 @@ class ParameterShards:
     """The place of a worker's parameters in the whole model's; `tensor` is the parallel degree."""
 
     def __init__(self, config: ModelConfig, tensor: int) -> None:
-        self.config, self.tensor = config, tensor
+        self.config = config
+        self.tensor = tensor
         self.shapes: dict[str, Shape] = parameter_shapes(config)
         self.rank = parallel_state.get_tensor_model_parallel_rank()
 
-    def named_parameters(self, model: nn.Module) -> dict[str, nn.Parameter]:
+    def named_parameters(self, model: nn.Module) -> Parameters:
         """Return this worker's parameters by name; tied parameters appear once."""
-        parameters: dict[str, nn.Parameter] = {}
+        parameters: Parameters = {}
         for module in model.modules():
             for leaf, parameter in module.named_parameters(recurse=False):
                 if parameter.requires_grad:  # NxD freezes those of other stages
@@ -60,8 +62,8 @@ class ParameterShards:
         return share_of(name, self.shapes[name], self.config, self.tensor, self.rank)
 
     def read(self, name: str, read: WeightReader) -> Tensor:
-        share, shape = self.share(name), self.shapes[name]
-        pieces = [read(name, region) for region in share.regions(shape)]
+        share = self.share(name)
+        pieces = [read(name, region) for region in share.regions(self.shapes[name])]
         return torch.cat(pieces, share.dim or 0) if len(pieces) > 1 else pieces[0]
 
     def initializer(self, seed: int) -> Callable[[nn.Module, torch.device], None]:
@@ -77,7 +79,7 @@ class ParameterShards:
 
         return initialize
 
-    def set_attributes(self, parameters: dict[str, nn.Parameter], *, sequence: bool) -> None:
+    def set_attributes(self, parameters: Parameters, *, sequence: bool) -> None:
         """Set NxD's attributes of parameters; some are lost when NxD partitions the model.
 
         With sequence parallelism NxD reduces gradients of unsharded parameters, except those of
@@ -126,7 +128,8 @@ class Norm:
         *,
         sharded: bool,
     ) -> None:
-        self._mesh, self._sharded = mesh, sharded
+        self._mesh = mesh
+        self._sharded = sharded
         self._weights = [self._weight(c, n, device) for c, n in zip(counts, rows, strict=True)]
 
     def _weight(self, counts: CopyCounts, rows: int, device: torch.device) -> float | Tensor:

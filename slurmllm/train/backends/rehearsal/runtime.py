@@ -45,7 +45,8 @@ class RehearsalBackend(Backend):
         self._step_s = _read_setting(STEP_S, 0.02)
 
     def build(self, model_factory: ModelFactory) -> None:
-        worker, seed = self.worker, self.config.recipe.train.seed
+        worker = self.worker
+        seed = self.config.recipe.train.seed
         length = max(int(_read_setting(BYTES, 2**20)) // 8, worker.world_size)
         self.state = State(length, worker.rank, worker.world_size, seed)
 
@@ -69,7 +70,8 @@ class RehearsalBackend(Backend):
         time.sleep(self._step_s)
         self.forward_marks = [(begun, self.mark())]
         # All workers of a replica read the same: only the first of them counts.
-        rank, mesh = self.worker.rank, self.mesh
+        rank = self.worker.rank
+        mesh = self.mesh
         first = rank % mesh.tensor == 0 and mesh.pipeline_rank(rank) == 0
         worker_digest = batch_digest(micro_batches) if first else 0
         sums = self.control.all_reduce((worker_digest, self.state.digest()), "sum")
@@ -133,7 +135,8 @@ class State:
         parts = []
         for index, path in enumerate(paths):
             begin, end = _shard_bounds(self._length, index, len(paths))
-            first, last = max(begin, self._first), min(end, self._last)
+            first = max(begin, self._first)
+            last = min(end, self._last)
             if first >= last:
                 continue
             try:
