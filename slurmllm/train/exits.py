@@ -49,10 +49,9 @@ def dump_on_signal() -> None:
 class StopRequest:
     """A stop requested by a signal, which the loop checks after each step."""
 
-    def __init__(self) -> None:
-        self.signal_name: str | None = None
-        self.agreed: str | None = None  # name of the stop signal that all workers have agreed on
-        self._signalled_at: float | None = None
+    signal_name: str | None = None
+    agreed: str | None = None  # name of the stop signal that all workers have agreed on
+    _signalled_at: float | None = None
 
     def install(self) -> None:  # before torch is imported, which takes seconds
         for number in STOP_SIGNALS:
@@ -90,7 +89,8 @@ class ErrorClass(NamedTuple):
 
 
 def classify_error(error: BaseException) -> ErrorClass:
-    name, message = type(error).__name__, str(error) or type(error).__name__
+    name = type(error).__name__
+    message = str(error) or type(error).__name__
     if isinstance(error, SlurmllmError):
         return ErrorClass(name, message, error.blame, error.exit_code)
     if isinstance(error, KeyboardInterrupt):
@@ -99,8 +99,8 @@ def classify_error(error: BaseException) -> ErrorClass:
     if isinstance(error, MemoryError) or meaning == "memory":
         name = "OutOfMemoryError"  # torch's name for it on a GPU
     if name == "OutOfMemoryError":
-        fix = "choose a smaller train.micro_batch or train.activation_checkpointing=full"
-        return ErrorClass(name, f"{message}; {fix}", CodeError.blame, EXIT_OUT_OF_MEMORY)
+        message += "; choose a smaller train.micro_batch or train.activation_checkpointing=full"
+        return ErrorClass(name, message, CodeError.blame, EXIT_OUT_OF_MEMORY)
     kind: type[SlurmllmError] = CodeError
     disk_error = isinstance(error, OSError) and error.errno in _DISK_ERRORS
     if meaning in ("lost_peer", "device", "node", "port"):
@@ -116,9 +116,14 @@ def is_of_compiler(error: BaseException) -> bool:
 
 
 def failure_record(error: BaseException, worker: Worker, step: int | None) -> FailureRecord:
-    message = "".join(traceback.format_exception(error))
-    fields = {**classify_error(error)._asdict(), "traceback": message, "time": time.time()}
-    return FailureRecord(rank=worker.rank, node=worker.node, step=step, **fields)
+    return FailureRecord(
+        rank=worker.rank,
+        node=worker.node,
+        step=step,
+        traceback="".join(traceback.format_exception(error)),
+        time=time.time(),
+        **classify_error(error)._asdict(),
+    )
 
 
 def format_failure(record: FailureRecord) -> str:

@@ -23,11 +23,12 @@ import logging
 import math
 from collections import deque
 from dataclasses import asdict, dataclass
-from typing import Any, Literal, NamedTuple, NoReturn
+from typing import Literal, NamedTuple, NoReturn
 
 from slurmllm.core.config.operation import GuardConfig
 from slurmllm.core.config.recipe import Recipe
 from slurmllm.core.errors import DivergenceError, SlurmllmError, StaleGraphsError, StorageError
+from slurmllm.core.format import Json
 from slurmllm.core.metrics.curves import spike_height
 from slurmllm.core.run.records import SkippedBatches, SkipsRecord
 from slurmllm.core.run.rundir import RunDir, Stage
@@ -62,34 +63,39 @@ class SpikeChange(NamedTuple):
     spike: OpenSpike
 
 
+@dataclass
 class SpikeDetector:
     """A detector of spikes, which gets the gradient norms of all steps in turn."""
 
-    def __init__(self, config: GuardConfig, warmup_steps: int) -> None:
-        self._config, self._warmup_steps = config, warmup_steps
-        self._norms: deque[float] = deque(maxlen=config.smoothing_steps)
+    config: GuardConfig
+    warmup_steps: int
+    spike: OpenSpike | None = None  # the one that has begun and not returned
+
+    def __post_init__(self) -> None:
+        self._norms: deque[float] = deque(maxlen=self.config.smoothing_steps)
         # (step, smoothed norm), both increasing: the first is the lowest of the window, each other
         # one becomes the lowest when those before it leave the window.
         self._lows: deque[tuple[int, float]] = deque()
-        self.spike: OpenSpike | None = None  # the one that has begun and not returned
 
     def update(self, step: int, batch: int, norm: float) -> SpikeChange | None:
         """Add the norm of a step, a finite one; `batch` is its global batch in the stream."""
-        change = self._check(step, batch, norm) if step > self._warmup_steps else None
+        change = self._check(step, batch, norm) if step > self.warmup_steps else None
         self._norms.append(norm)
-        if len(self._norms) == self._config.smoothing_steps:
+        if len(self._norms) == self.config.smoothing_steps:
             smoothed = math.fsum(self._norms) / len(self._norms)
             while self._lows and self._lows[-1][1] >= smoothed:
                 self._lows.pop()
             self._lows.append((step, smoothed))
-            while self._lows[0][0] <= step - _HORIZON * self._config.smoothing_steps:
+            while self._lows[0][0] <= step - _HORIZON * self.config.smoothing_steps:
                 self._lows.popleft()
         return change
 
     def _check(self, step: int, batch: int, norm: float) -> SpikeChange | None:
         if not self._lows:
             return None
-        config, spike, lowest = self._config, self.spike, self._lows[0][1]
+        config = self.config
+        spike = self.spike
+        lowest = self._lows[0][1]
         high = spike_height(norm, lowest, config.factor) > 0
         if spike is None:
             if not high:
@@ -103,14 +109,14 @@ class SpikeDetector:
         stays = high and step - spike.onset >= config.window_steps
         return SpikeChange("stays", spike) if stays else None
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> Json:
         return {
             "norms": list(self._norms),
             "lows": [list(low) for low in self._lows],
             "spike": None if self.spike is None else asdict(self.spike),
         }
 
-    def load_state(self, state: dict[str, Any]) -> None:
+    def load_state(self, state: Json) -> None:
         self._norms.clear()
         self._norms.extend(state.get("norms", ()))
         self._lows = deque((step, norm) for step, norm in state.get("lows", ()))
@@ -130,26 +136,27 @@ class Divergence(NamedTuple):
     stale: bool = False  # the first step, with graphs that were compiled before
 
 
+@dataclass
 class Guard:
     """The check of every step of the train stage; on every worker."""
 
-    def __init__(
-        self,
-        run: RunDir,
-        stage: Stage,
-        attempt: int,
-        recipe: Recipe,
-        backend: Backend,
-        events: EventLog,
-    ) -> None:
-        self._run, self._stage, self._attempt = run, stage, attempt
-        self._config, self._backend, self._events = recipe.guard, backend, events
+    run: RunDir
+    stage: Stage
+    attempt: int
+    recipe: Recipe
+    backend: Backend
+    events: EventLog
+    reused_graphs: bool = False  # see `worker_files.wait_for_graphs`
+    _divergence: Divergence | None = None
+    _warned: bool = False
+    _first_step: int | None = None  # that this worker checked
+
+    def __post_init__(self) -> None:
+        recipe = self.recipe
+        self._config = recipe.guard
         self._detector = SpikeDetector(recipe.guard, recipe.optim.warmup(recipe.train.steps))
-        self.state, self.load_state = self._detector.state, self._detector.load_state
-        self._divergence: Divergence | None = None
-        self._warned = False
-        self._first_step: int | None = None  # that this worker checked
-        self.reused_graphs = False  # see `worker_files.wait_for_graphs`
+        self.state = self._detector.state
+        self.load_state = self._detector.load_state
 
     @property
     def diverged(self) -> bool:
@@ -159,14 +166,16 @@ class Guard:
     def check_finite(self, name: str, value: float, step: int, batch: int) -> None:
         self._first_step = self._first_step or step
         # A compiler that only collects graphs (precompile on trn1) returns uninitialized memory.
-        if math.isfinite(value) or self._stage == "precompile" or self.diverged:
+        if math.isfinite(value) or self.stage == "precompile" or self.diverged:
             return
         reason = f"the {name} of step {step} is {value}"
-        self._events.add("not_finite", step, message=reason)
-        onset, first = step, batch
+        self.events.add("not_finite", step, message=reason)
+        onset = step
+        first = batch
         if spike := self._detector.spike:  # the divergence began with it
             reason += f", after a spike of the gradient norm from step {spike.onset} on"
-            onset, first = spike.onset, spike.batch
+            onset = spike.onset
+            first = spike.batch
         stale = self.reused_graphs and step == self._first_step
         self._divergence = Divergence(
             reason, "guard.not_finite", self._config.not_finite, onset, first, batch, stale
@@ -205,14 +214,15 @@ class Guard:
         values = {"onset": spike.onset, "grad_norm": norm, "lowest": spike.lowest}
         values["factor"] = self._config.factor
         event = "spike" if kind == "began" else "spike_over"
-        self._events.add(event, step, message=message, values=values)
+        self.events.add(event, step, message=message, values=values)
 
     def fail(self) -> NoReturn:
         """Raise a DivergenceError on all workers, as one of them found one (collective).
 
         A StaleGraphsError instead if graphs that were compiled before may be to blame.
         """
-        control, mine = self._backend.control, self._divergence
+        control = self.backend.control
+        mine = self._divergence
         # Nodes of another processor have compiled graphs of their own.
         if stale := control.first(mine if mine and mine.stale else None):
             raise StaleGraphsError(
@@ -229,7 +239,7 @@ class Guard:
     def protected_steps(self) -> tuple[int, ...]:
         """Return the checkpoint needed if the current spike leads to a roll-back; on rank 0."""
         spike = self._detector.spike
-        if spike is None or self._backend.worker.rank:
+        if spike is None or self.backend.worker.rank:
             return ()
         try:
             checkpoint_step = self._newest_before(spike.onset)
@@ -243,7 +253,7 @@ class Guard:
             return (
                 f"checkpoints before step {divergence.onset} have earlier weights: lower optim.lr "
                 f"or lengthen optim.warmup_steps in a new run, or skip the data with `slurmllm "
-                f"resume {self._run.name} --set {divergence.setting}=roll_back`"
+                f"resume {self.run.name} --set {divergence.setting}=roll_back`"
             )
         try:
             return self._roll_back(divergence)
@@ -251,7 +261,8 @@ class Guard:
             return f"the run stops, because the roll-back could not be written: {error}"
 
     def _roll_back(self, divergence: Divergence) -> str:
-        run, config = self._run, self._config
+        run = self.run
+        config = self._config
         record = SkipsRecord.of(run)
         skips = record.skips
         if len(skips) >= config.max_roll_backs:
@@ -265,7 +276,7 @@ class Guard:
             last=divergence.last,
             roll_back_to=self._newest_before(divergence.onset),
             onset=divergence.onset,
-            attempt=self._attempt,
+            attempt=self.attempt,
             reason=divergence.reason,
         )
         record.model_copy(update={"skips": (*skips, skip)}).save(run.skips)
@@ -276,4 +287,4 @@ class Guard:
         )
 
     def _newest_before(self, step: int) -> int | None:
-        return max((s for s in usable_steps(self._run) if s < step), default=None)
+        return max((s for s in usable_steps(self.run) if s < step), default=None)

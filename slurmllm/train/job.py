@@ -154,7 +154,9 @@ class Job:
             self.stream.skip_batch()
         batch = self.stream.next_batch()
         size = self.mesh.micro_batch
-        inputs, labels, positions = batch.inputs, batch.labels(IGNORED), batch.positions
+        inputs = batch.inputs
+        labels = batch.labels(IGNORED)
+        positions = batch.positions
         parts = [slice(start, start + size) for start in range(0, len(inputs), size)]
         return [
             MicroBatch(inputs[p], labels[p], None if positions is None else positions[p])
@@ -202,9 +204,11 @@ def make_job(
     nodes = worker.world_size // per_node
     measured = measured_micro_batch(run, config, stage)
     if stage == "train":
-        mesh, last_step = make_mesh(config, nodes, measured), config.recipe.train.steps
+        mesh = make_mesh(config, nodes, measured)
+        last_step = config.recipe.train.steps
     else:
-        mesh, last_step = precompile_mesh(config, nodes, measured), PRECOMPILE_STEPS
+        mesh = precompile_mesh(config, nodes, measured)
+        last_step = PRECOMPILE_STEPS
     return Job(run, stage, attempt, config, mesh, worker, stop, Start(started), last_step)
 
 
@@ -230,9 +234,12 @@ def precompile_mesh(config: RunConfig, nodes: int, measured: int | None = None) 
 
     Unless graphs depend on the accumulation, a step has one micro batch for each pipeline stage.
     """
-    recipe, per_node = config.recipe, config.cluster.devices_per_node
-    tensor, pipeline = recipe.parallel.tensor, recipe.parallel.pipeline
-    data, micro = nodes * per_node // (tensor * pipeline), recipe.train.micro_batch
+    recipe = config.recipe
+    per_node = config.cluster.devices_per_node
+    tensor = recipe.parallel.tensor
+    pipeline = recipe.parallel.pipeline
+    data = nodes * per_node // (tensor * pipeline)
+    micro = recipe.train.micro_batch
     unmeasured = micro == "auto" and measured is None
     if micro == "auto":
         micro = measured or 1
@@ -298,9 +305,12 @@ def change_micro_batch(job: Job, measured: int) -> None:
 def open_stream(job: Job) -> PackedStream:
     recipe = job.config.recipe
     if recipe.data.corpus is None:
-        fault = "data.corpus: not set; --set data.corpus=… when submitting"
-        raise ConfigError(f"{recipe.name} has nothing to read", [fault])
-    spec, rank = StreamSpec.of(recipe, job.mesh.global_batch), job.mesh.data_rank(job.worker.rank)
+        raise ConfigError(
+            f"{recipe.name} has nothing to read",
+            ["data.corpus: not set; --set data.corpus=… when submitting"],
+        )
+    spec = StreamSpec.of(recipe, job.mesh.global_batch)
+    rank = job.mesh.data_rank(job.worker.rank)
     return PackedStream(spec, rank, job.mesh.data, recipe.data.num_workers)
 
 
@@ -328,7 +338,8 @@ def _resume(job: Job, future: Future[tuple[Resumable, tuple[SkippedBatches, ...]
     if resumable.state is None:
         _start(job)
         return
-    job.step, job.tokens = resumable.state.step, resumable.state.tokens
+    job.step = resumable.state.step
+    job.tokens = resumable.state.tokens
     job.start.resumed_from = resumable.state.step
     if job.step >= job.last_step:
         return

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple, SupportsFloat
 
 from slurmllm.core.errors import EXIT_OK, EXIT_REQUEUE
+from slurmllm.core.format import Json
 from slurmllm.core.metrics.step_time import FIRST_STEPS, step_rates
 from slurmllm.core.run.records import MetricsRow
 from slurmllm.train.hooks import Hook, StepEnd
@@ -75,7 +76,7 @@ class Step(NamedTuple):
     batch: int  # number of the global batch in the stream, from 1
     started: Any  # `Backend.mark`, as is `ended`
     ended: Any
-    fields: dict[str, Any]  # of its `MetricsRow`, as far as they are known
+    fields: Json  # of its `MetricsRow`, as far as they are known
     loss: SupportsFloat
     grad_norm: SupportsFloat
     param_norm: SupportsFloat
@@ -83,9 +84,11 @@ class Step(NamedTuple):
 
 
 def run_step(job: Job) -> Step:
-    recipe, backend = job.config.recipe, job.backend
+    recipe = job.config.recipe
+    backend = job.backend
     started = backend.mark()
-    deferred, number = backend.deferred_metrics, job.step + 1
+    deferred = backend.deferred_metrics
+    number = job.step + 1
     lr = learning_rate(recipe.optim, recipe.train.steps, number)
     with backend.part("data"):
         batch = job.next_batch()
@@ -101,8 +104,13 @@ def run_step(job: Job) -> Step:
     norms_at = time.perf_counter()
     job.step = number
     job.tokens += job.mesh.global_batch * recipe.model.seq_len
-    fields: dict[str, Any] = {"step": number, "attempt": job.attempt, "lr": lr}
-    fields |= {"tokens": job.tokens, "data_wait_s": batch.wait_s}
+    fields: Json = {
+        "step": number,
+        "attempt": job.attempt,
+        "lr": lr,
+        "tokens": job.tokens,
+        "data_wait_s": batch.wait_s,
+    }
     # If the backend's calls return before the work is done, host timers cannot separate the two.
     if not deferred:
         fields |= {"forward_backward_s": loss_at - data_at, "optimizer_s": norms_at - loss_at}
@@ -123,7 +131,8 @@ def run_step(job: Job) -> Step:
 def read_metrics(job: Job, step: Step) -> MetricsRow:
     """Read the metrics of a step; waits for the device."""
     with job.backend.part("waiting"):
-        loss, grad_norm = float(step.loss), float(step.grad_norm)
+        loss = float(step.loss)
+        grad_norm = float(step.grad_norm)
     job.guard.check_finite("loss", loss, step.number, step.batch)
     job.guard.check_finite("gradient norm", grad_norm, step.number, step.batch)
     param_norm = float(step.param_norm)

@@ -65,7 +65,9 @@ def choose_micro_batch(job: Job) -> str | None:
         ).save(job.run.micro_batch)
         return chosen
 
-    reason, limit, resting = f"none larger fits a worker's share of {share}", 0, 0
+    reason = f"none larger fits a worker's share of {share}"
+    limit = 0
+    resting = 0
     for size in to_try(micro_batches(share, planned.pipeline, planned.virtual_pipeline)):
         if stop := enough(candidates) or too_large(candidates, size, limit, resting):
             reason = stop
@@ -115,7 +117,8 @@ def choose(candidates: Sequence[MicroBatchCandidate]) -> int:
 
 def enough(candidates: Sequence[MicroBatchCandidate]) -> str | None:
     """Return why larger micro batches are not tried; None if they may be faster."""
-    idle, fastest = 0, math.inf
+    idle = 0
+    fastest = math.inf
     for candidate in candidates:
         gained = candidate.seconds_per_sequence * (1 + GAIN) <= fastest
         idle = 0 if gained else idle + 1
@@ -137,9 +140,11 @@ def too_large(
         return None  # the first one is always measured
     last = candidates[-1]
     # A line through the last two, or from the memory between steps: memory grows no faster.
-    below, base = 0, resting
+    below = 0
+    base = resting
     if len(candidates) > 1:
-        below, base = candidates[-2].micro_batch, candidates[-2].peak_bytes
+        below = candidates[-2].micro_batch
+        base = candidates[-2].peak_bytes
     slope = max(0.0, (last.peak_bytes - base) / (last.micro_batch - below))
     predicted = last.peak_bytes + slope * (size - last.micro_batch)
     if predicted <= MEMORY_SHARE * limit:
@@ -166,10 +171,12 @@ def _measure(job: Job, mesh: Mesh) -> tuple[MicroBatchCandidate, int, int]:
     times = [_step(job, mesh, length)]
     repeats = min(max(REPEATS[0], math.ceil(1 / times[0])), REPEATS[1])
     times += [_step(job, mesh, length) for _ in range(repeats - 1)]
-    memory, resting = _fullest(job), _fullest(job)
+    memory = _fullest(job)
+    resting = _fullest(job)
     # The pipeline bubble in micro batches (Narayanan et al., arXiv 2104.04473, § 2.2).
     bubble = (mesh.pipeline - 1) / mesh.virtual_pipeline
-    in_step, of_run = length + bubble, mesh.accumulation + bubble
+    in_step = length + bubble
+    of_run = mesh.accumulation + bubble
     candidate = MicroBatchCandidate(
         micro_batch=mesh.micro_batch,
         seconds_per_sequence=min(times) * of_run / in_step / (mesh.global_batch // mesh.data),
@@ -211,7 +218,8 @@ def _step(job: Job, planned: Mesh, length: int) -> float:
 
 def _fullest(job: Job) -> Memory:
     """Return the largest peak and the smallest limit of all workers (collective)."""
-    memory, control = job.backend.memory(), job.control
+    memory = job.backend.memory()
+    control = job.control
     (peak_bytes,) = control.all_reduce([memory.peak_bytes], "max")
     (limit_bytes,) = control.all_reduce([memory.limit_bytes], "min")
     return Memory(peak_bytes, limit_bytes)

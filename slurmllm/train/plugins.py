@@ -8,7 +8,6 @@ from __future__ import annotations
 import inspect
 import json
 import sys
-from collections.abc import Callable
 
 from slurmllm.core.config.recipe import ADAMW
 from slurmllm.core.config.resolve import RunConfig
@@ -58,9 +57,8 @@ def try_optimizer(config: RunConfig) -> None:
 
 def faults(config: RunConfig) -> list[str]:
     """Return what is wrong with the parts of other packages that a recipe names."""
-    checks: tuple[Callable[[RunConfig], None], ...] = (import_plugins, try_optimizer)
     messages = []
-    for check in checks:
+    for check in (import_plugins, try_optimizer):
         try:
             check(config)
         except SlurmllmError as error:

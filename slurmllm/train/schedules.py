@@ -34,7 +34,8 @@ def learning_rate(optim: OptimConfig, total_steps: int, step: int) -> float:
     The n-th step of a warm-up over n steps has lr, unless `optim.step_count` gives NeMo's or
     transformers' rates. By default the decay ends at `total_steps`.
     """
-    warmup, late = optim.warmup(total_steps), optim.step_count != "from_1"
+    warmup = optim.warmup(total_steps)
+    late = optim.step_count != "from_1"
     rise = warmup + (optim.step_count == "nemo")
     if rise and step <= warmup + late:
         return optim.lr * (step - (optim.step_count == "transformers")) / rise
@@ -91,7 +92,8 @@ def check_decay_start(before: Recipe, after: Recipe, trained: int) -> None:
 
 def unfinished_decay(recipe: Recipe) -> list[str]:
     """Return a warning if the run ends before the decay of its learning rate, after the warm-up."""
-    optim, steps = recipe.optim, recipe.train.steps
+    optim = recipe.optim
+    steps = recipe.train.steps
     if optim.decay == "constant" or not optim.warmup(steps) < steps < (optim.decay_steps or 0):
         return []
     last = learning_rate(optim, steps, steps)
@@ -155,16 +157,19 @@ class SaveInterval:
     `started` is the Unix time of this attempt's start, s.
     """
 
+    _failures = 0  # earlier attempts that failed in a way that loses steps
+    _earlier_node_s = 0.0  # durations of the earlier attempts times their nodes
+    _save_s = 0.0
+
     def __init__(
         self, run: RunDir, attempt: int, nodes: int, started: float, node_mtbf_hours: float
     ) -> None:
-        self._nodes, self._started, self._node_mtbf_hours = nodes, started, node_mtbf_hours
-        self._failures = 0  # earlier attempts that failed in a way that loses steps
-        self._earlier_node_s = 0.0  # durations of the earlier attempts times their nodes
+        self._nodes = nodes
+        self._started = started
+        self._node_mtbf_hours = node_mtbf_hours
         self._costs_s: deque[float] = deque(maxlen=_SAVES)
         self._quiet_s: deque[float] = deque(maxlen=_STEPS)
         self._saving_s: list[float] = []
-        self._save_s = 0.0
         for earlier in run.attempts("train"):
             if earlier.number >= attempt:
                 continue

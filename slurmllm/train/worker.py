@@ -8,6 +8,7 @@ import socket
 import sys
 import time
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -73,8 +74,9 @@ def run_worker(run: RunDir, stage: Stage, attempt: int) -> int:
 def worker_from_environment() -> Worker:
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
     if missing := [name for name in names if name not in os.environ]:
-        reason = "not set: `slurmllm worker` is started by the launcher"
-        raise ConfigError(f"{', '.join(missing)} {reason}")
+        raise ConfigError(
+            f"{', '.join(missing)} not set: `slurmllm worker` is started by the launcher"
+        )
     rank, world_size, local_rank = (int(os.environ[name]) for name in names)
     node = os.environ.get("SLURMLLM_NODE", socket.gethostname())
     sharing = int(os.environ.get("SLURMLLM_SHARING") or os.environ.get("LOCAL_WORLD_SIZE") or 1)
@@ -183,30 +185,34 @@ def _leave_if_distributed(exit_code: int) -> None:
         os._exit(exit_code)
 
 
+@dataclass
 class PluginHook(Hook):
     """A hook of another package; what that raises is raised as a PluginError.
 
     Errors of the infrastructure (a lost peer, a full disk) and of slurmllm pass unchanged.
     """
 
-    def __init__(self, job: Job, name: str, hook: Hook) -> None:
-        self._job, self._name, self._hook = job, name, hook
+    job: Job
+    name: str
+    hook: Hook
+
+    def __post_init__(self) -> None:
         for method in _HOOK_METHODS:
             setattr(self, method, partial(self._call, method))
 
     def __str__(self) -> str:
-        return type(self._hook).__name__
+        return type(self.hook).__name__
 
     def close(self) -> None:
         # What it raises is logged, since it would hide how the training ended.
         try:
-            self._hook.close()
+            self.hook.close()
         except Exception as error:
             log.exception("%s", self._text("close", error))
 
     def _call(self, method: str, *arguments: object) -> object:
         try:
-            return getattr(self._hook, method)(*arguments)
+            return getattr(self.hook, method)(*arguments)
         except SlurmllmError:
             raise
         except Exception as error:
@@ -215,10 +221,10 @@ class PluginHook(Hook):
             raise PluginError(self._text(method, error)) from error
 
     def _text(self, method: str, error: Exception) -> str:
-        path = f"hooks.{self._name}"
+        path = f"hooks.{self.name}"
         return (
-            f"{path}: {self}.{method} of module {type(self._hook).__module__} raised "
-            f"{type(error).__name__} after step {self._job.step}: {error}; a hook must not raise: "
+            f"{path}: {self}.{method} of module {type(self.hook).__module__} raised "
+            f"{type(error).__name__} after step {self.job.step}: {error}; a hook must not raise: "
             "correct it (the traceback is in this worker's log), or train without it: `slurmllm "
-            f"resume {self._job.run.name} --set {path}=null`"
+            f"resume {self.job.run.name} --set {path}=null`"
         )

@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from torch import nn
 
 
+Scalars = Mapping[str, float]
+
+
 class StepEnd(NamedTuple):
     """The end of one step."""
 
@@ -39,7 +42,7 @@ class Evaluation(NamedTuple):
 
     step: int
     time: float  # Unix time at its end, s
-    losses: Mapping[str, float]
+    losses: Scalars
 
 
 class Hook:
@@ -100,7 +103,7 @@ class HookContext:
     control: ControlPlane
     model: Callable[[], nn.Module]
     file: Path
-    add_scalars: Callable[[int, Mapping[str, float]], None]
+    add_scalars: Callable[[int, Scalars], None]
 
     def write(self, row: Mapping[str, object]) -> None:
         """Append a row to `file`; does nothing on other workers than rank 0."""

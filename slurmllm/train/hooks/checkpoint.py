@@ -28,23 +28,28 @@ class CheckpointHook(Hook):
     and before training ends.
     """
 
+    _finished: Save | None = None
+    _waited_s = 0.0
+    _save_s: float | None = None
+    _interval: SaveInterval | None = None
+    _copier: ReplicaCopier | None = None
+
     def __init__(self, job: Job) -> None:
         self._job = job
-        self._finished: Save | None = None
-        self._waited_s = 0.0
-        self._save_s: float | None = None
-        self._interval: SaveInterval | None = None
-        self._copier: ReplicaCopier | None = None
         if job.worker.rank == 0:
-            mtbf_hours = job.config.cluster.node_mtbf_hours
             self._interval = SaveInterval(
-                job.run, job.attempt, job.mesh.nodes, job.start.started, mtbf_hours
+                job.run,
+                job.attempt,
+                job.mesh.nodes,
+                job.start.started,
+                job.config.cluster.node_mtbf_hours,
             )
             self._copier = _make_copier(job)
 
     def after_step(self, end: StepEnd) -> None:
         """Begin or finish a save if it is due (collective)."""
-        job, save = self._job, self._job.save
+        job = self._job
+        save = self._job.save
         if self._interval is not None and end.row.step > job.first_step + 1:
             self._interval.add_step(end.row.step_time_s, saving=save is not None)
         if save is not None and (end.saving or not job.writing):
@@ -75,7 +80,8 @@ class CheckpointHook(Hook):
             self._finished.join_retention()
 
     def _finish(self) -> None:
-        job, save = self._job, self._job.save
+        job = self._job
+        save = self._job.save
         assert save is not None
         job.phases.begin("saving", job.step)
         began = time.monotonic()
@@ -90,8 +96,14 @@ class CheckpointHook(Hook):
         )
         if self._interval is not None:
             cost_s = self._interval.add_save(self._save_s, between_s, save.waited_s)
-            sizes = {"bytes": save.num_bytes, "values": {"cost_s": cost_s}}
-            job.events.add("save", save.step, seconds=self._save_s, waited_s=waited_s, **sizes)
+            job.events.add(
+                "save",
+                save.step,
+                seconds=self._save_s,
+                waited_s=waited_s,
+                bytes=save.num_bytes,
+                values={"cost_s": cost_s},
+            )
         if self._copier is not None:
             self._copier.copy(save.step)
 

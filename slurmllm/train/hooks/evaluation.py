@@ -7,6 +7,7 @@ import logging
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -30,19 +31,20 @@ class EvaluationStep(NamedTuple):
     num_targets: int  # target tokens of all workers
 
 
+@dataclass
 class EvaluationHook(Hook):
     """Evaluation of the texts, on every worker; the hooks in `readers` get the losses.
 
     In the precompile stage only one pass of each, whose graphs are those of all.
     """
 
-    def __init__(self, job: Job, readers: Sequence[Hook] = ()) -> None:
-        self._job, self._readers = job, readers
-        self._texts: dict[str, list[EvaluationStep]] | None = None
+    job: Job
+    readers: Sequence[Hook] = ()
+    _texts: Mapping[str, Sequence[EvaluationStep]] | None = None
 
     def before_training(self) -> None:
         """Evaluate the step that training resumes from, if its attempt could not (collective)."""
-        job = self._job
+        job = self.job
         if job.start.resumed_from is None or not job.evaluates(job.step) or job.stop.agreed:
             return
         absent = None
@@ -56,12 +58,12 @@ class EvaluationHook(Hook):
             self._evaluate()
 
     def after_step(self, end: StepEnd) -> None:
-        if end.evaluating and (end.last or self._job.stop.agreed is None):
-            with self._job.backend.part("evaluation"):
+        if end.evaluating and (end.last or self.job.stop.agreed is None):
+            with self.job.backend.part("evaluation"):
                 self._evaluate()
 
     def _evaluate(self) -> None:
-        job = self._job
+        job = self.job
         began = time.monotonic()
         job.phases.begin("evaluating", job.step)
         if self._texts is None:
@@ -70,7 +72,8 @@ class EvaluationHook(Hook):
         if job.stage == "precompile":
             return
         if losses is None:
-            level, then = logging.INFO, "the next attempt evaluates it"
+            level = logging.INFO
+            then = "the next attempt evaluates it"
             if job.step == job.last_step:
                 then = f"`slurmllm evaluate {job.run.name} --task validation` evaluates it"
                 level = logging.WARNING
@@ -86,7 +89,7 @@ class EvaluationHook(Hook):
         log.info("evaluated step %d in %.2f s: %s", job.step, seconds, listing)
         finite = {name: loss for name, loss in losses.items() if math.isfinite(loss)}
         job.events.add("evaluation", job.step, seconds=seconds, waited_s=seconds, values=finite)
-        for reader in self._readers:
+        for reader in self.readers:
             reader.after_evaluation(Evaluation(job.step, time.time(), losses))
 
     def _losses(self, texts: Mapping[str, Sequence[EvaluationStep]]) -> dict[str, float] | None:
@@ -94,7 +97,8 @@ class EvaluationHook(Hook):
 
         None if a stop signal came: its flags are read one pass later, so that no pass waits.
         """
-        job, posted = self._job, None
+        job = self.job
+        posted = None
         totals = dict.fromkeys(texts, 0.0)
         for name, passes in texts.items():
             for step in passes:
@@ -109,8 +113,10 @@ class EvaluationHook(Hook):
 
 
 def _read_texts(job: Job) -> dict[str, list[EvaluationStep]]:
-    recipe, rank = job.config.recipe, job.mesh.data_rank(job.worker.rank)
-    settings, texts = recipe.eval, dict[str, list[EvaluationStep]]()
+    recipe = job.config.recipe
+    rank = job.mesh.data_rank(job.worker.rank)
+    settings = recipe.eval
+    texts = dict[str, list[EvaluationStep]]()
     for name, spec in evaluation_texts(StreamSpec.of(recipe), settings.corpora).items():
         passes = make_passes(spec, settings.sequences, job.mesh, rank)
         texts[name] = list(itertools.islice(passes, 1) if job.stage == "precompile" else passes)

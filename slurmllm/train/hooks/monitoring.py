@@ -7,6 +7,7 @@ import math
 import os
 from collections import deque
 from contextlib import suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from statistics import mean
 
@@ -27,17 +28,17 @@ _MEMORY_FROM = 2
 _MEMORY_STEPS = 3
 
 
+@dataclass
 class GuardHook(Hook):
     """The check of the gradient norm by `job.guard`; on every worker."""
 
-    def __init__(self, job: Job) -> None:
-        self._job = job
+    job: Job
 
     def after_step(self, end: StepEnd) -> None:
         """Check the step; a diverged step is neither evaluated nor saved (collective if due)."""
-        self._job.guard.check_norm(end.row.step, end.batch, end.row.grad_norm)
+        self.job.guard.check_norm(end.row.step, end.batch, end.row.grad_norm)
         if end.saving or end.evaluating:
-            self._job.decide()
+            self.job.decide()
 
 
 class MetricsHook(Hook):
@@ -98,18 +99,20 @@ class ProgressHook(Hook):
         )
 
 
+@dataclass
 class StartUpHook(Hook):
     """A `records.WorkerRecord` after the first step; on the first worker of each node."""
 
-    def __init__(self, job: Job) -> None:
-        self._job = job
-        self._written = False
+    job: Job
+    _written: bool = False
 
     def after_step(self, end: StepEnd) -> None:
         if self._written:
             return
         self._written = True
-        job, row, start = self._job, end.row, self._job.start
+        job = self.job
+        row = end.row
+        start = job.start
         hits, misses = job.backend.graph_cache_counts()
         first_step_s = start.first_step_s or row.step_time_s
         record = WorkerRecord(
@@ -127,30 +130,32 @@ class StartUpHook(Hook):
         log.info("graph cache: %d hits, %d misses; first step %.1f s", hits, misses, first_step_s)
 
 
+@dataclass
 class MemoryHook(Hook):
     """The `memory` events; on every worker, because any of them may use the most.
 
     The first event is for steps without a save, the second one, at the end, for saves as well.
     """
 
-    def __init__(self, job: Job) -> None:
-        self._job = job
-        self._measured_from: int | None = None
-        self._recorded = False
+    job: Job
+    _measured_from: int | None = None
+    _recorded: bool = False
 
     def after_step(self, end: StepEnd) -> None:
         """Start the measurement, or record it (collective after some steps)."""
         step = end.row.step
         if self._measured_from is None:
-            if step >= self._job.first_step + _MEMORY_FROM and not end.saving:
+            if step >= self.job.first_step + _MEMORY_FROM and not end.saving:
                 self._read()  # resets the peak
                 self._measured_from = step
             return
         enough = end.saving or step == self._measured_from + _MEMORY_STEPS
         if not end.leaving and (self._recorded or not enough):
             return
-        saves, self._recorded = ", saves included" if self._recorded else "", True
-        memory, control = self._read() or Memory(-1, 0), self._job.control
+        saves = ", saves included" if self._recorded else ""
+        self._recorded = True
+        memory = self._read() or Memory(-1, 0)
+        control = self.job.control
         (peak,) = control.all_reduce([memory.peak_bytes], "max")
         has_most = memory.peak_bytes == peak
         rank, limit = control.all_reduce(
@@ -158,7 +163,7 @@ class MemoryHook(Hook):
         )
         if peak < 0:  # no worker's system reports it
             return
-        self._job.events.add(
+        self.job.events.add(
             "memory",
             step,
             message=f"rank {rank} used {peak / 1e9:.2f} of {limit / 1e9:.2f} GB at most{saves}",
@@ -168,5 +173,5 @@ class MemoryHook(Hook):
     def _read(self) -> Memory | None:
         """Return this worker's peak since the last call; None if the system does not report it."""
         with diagnostic("the memory in use"):  # a sandbox's /proc may lack some
-            return self._job.backend.memory()
+            return self.job.backend.memory()
         return None

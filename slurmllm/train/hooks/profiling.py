@@ -27,16 +27,18 @@ class ProfilingHook(Hook):
     that do not start a profiler would seem to wait for those that do.
     """
 
+    _begun = False
+    _profiler: profile | None = None
+    _step: Any = None
+
     def __init__(self, job: Job) -> None:
         config = job.config.recipe.profile
         assert config.steps is not None
-        self._job, self._memory = job, config.memory
+        self._job = job
+        self._memory = config.memory
         self._first, self._last = config.steps
         self._is_profiled = job.worker.rank in config.ranks
         self._device = job.backend.worker_device or Device()
-        self._begun = False
-        self._profiler: profile | None = None
-        self._step: Any = None
 
     def before_step(self, step: int) -> None:
         """Start or stop the profiler, and annotate the step (collective before the first)."""
@@ -88,11 +90,13 @@ class ProfilingHook(Hook):
 
     def _finish(self) -> None:
         """Write trace and snapshot; what cannot be written does not end the training."""
-        job, profiler = self._job, self._profiler
+        job = self._job
+        profiler = self._profiler
         assert profiler is not None
         self._drop()
         job.phases.begin("saving", job.step)  # peers wait meanwhile
-        began, rank = time.monotonic(), job.worker.rank
+        began = time.monotonic()
+        rank = job.worker.rank
         trace = job.run.trace(job.attempt, rank)
         with diagnostic(f"the profile of rank {rank}"):
             profiler.stop()

@@ -10,7 +10,6 @@ import errno
 import os
 import socket
 import time
-from collections.abc import Mapping
 from contextlib import suppress
 from typing import BinaryIO
 
@@ -27,7 +26,7 @@ from slurmllm.core.metrics.curves import TAGS
 from slurmllm.core.metrics.row_reader import evaluation_values
 from slurmllm.core.run.safe_files import open_append
 from slurmllm.core.run.worker_files import diagnostic
-from slurmllm.train.hooks import Evaluation, Hook, StepEnd
+from slurmllm.train.hooks import Evaluation, Hook, Scalars, StepEnd
 from slurmllm.train.job import Job
 
 
@@ -38,10 +37,11 @@ class TensorBoardHook(Hook):
     with the next checkpoint after another failure.
     """
 
+    _stream: BinaryIO | None = None
+    _files = 0
+
     def __init__(self, job: Job) -> None:
         self._job = job
-        self._stream: BinaryIO | None = None
-        self._files = 0
         self._open()
 
     def after_step(self, end: StepEnd) -> None:
@@ -62,11 +62,12 @@ class TensorBoardHook(Hook):
     def after_evaluation(self, evaluation: Evaluation) -> None:
         self._add_scalars(evaluation.time, evaluation.step, evaluation_values(evaluation.losses))
 
-    def add_scalars(self, step: int, values: Mapping[str, float]) -> None:
+    def add_scalars(self, step: int, values: Scalars) -> None:
         self._add_scalars(time.time(), step, values)
 
     def close(self) -> None:
-        stream, self._stream = self._stream, None
+        stream = self._stream
+        self._stream = None
         with suppress(OSError):
             if stream is not None:
                 stream.close()
@@ -85,13 +86,16 @@ class TensorBoardHook(Hook):
             self._write(now, job.step + 1, session_log=SessionLog(status=SessionLog.START))
             # An id for each run: two runs of one recipe are two rows of the table, not their mean.
             session = hparams_pb(hyperparameters(job), trial_id=str(job.run.path))
-            self._write(now, job.step, summary=Summary(value=[session.value[0]]))
+            self._write(now, job.step, summary=session)
             recipe = text_pb("run/recipe", [f"```yaml\n{job.config.to_yaml()}```"], "as resolved")
-            self._write(now, job.step, summary=Summary(value=[recipe.value[0]]))
+            self._write(now, job.step, summary=recipe)
 
-    def _add_scalars(self, wall_time: float, step: int, values: Mapping[str, float]) -> None:
-        summaries = [Summary.Value(tag=tag, simple_value=value) for tag, value in values.items()]
-        self._add(wall_time, step, summaries)
+    def _add_scalars(self, wall_time: float, step: int, values: Scalars) -> None:
+        self._add(
+            wall_time,
+            step,
+            [Summary.Value(tag=tag, simple_value=value) for tag, value in values.items()],
+        )
 
     def _add(self, wall_time: float, step: int, values: list[Summary.Value]) -> None:
         with diagnostic("TensorBoard", self._open):
@@ -115,7 +119,8 @@ Setting = str | int | float | bool
 
 def hyperparameters(job: Job) -> dict[str, Setting]:
     """Return the hyperparameters by dotted path; the mesh as resolved, not as in the recipe."""
-    config, mesh = job.config, job.mesh
+    config = job.config
+    mesh = job.mesh
     settings: dict[str, Setting] = {}
     for path, value in flatten(config.values()).items():
         if path.startswith(_SECTIONS) and value is not None:

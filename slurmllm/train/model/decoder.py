@@ -56,9 +56,11 @@ class Attention(nn.Module):
         """[batch, seq, hidden] → [batch, seq, hidden]; rotary and mask as for `CausalCore`."""
         qkv = self.qkv(x).unflatten(-1, (-1, self.group + 2, self.head_dim))
         q, k, v = qkv.split([self.group, 1, 1], dim=-2)
-        q, k = q.flatten(2, 3), k.squeeze(-2)
+        q = q.flatten(2, 3)
+        k = k.squeeze(-2)
         if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
+            q = self.q_norm(q)
+            k = self.k_norm(k)
         out: Tensor = self.out(self.core(q, k, v.squeeze(-2), rotary, mask))
         return out
 
@@ -68,7 +70,8 @@ class CausalCore(nn.Module):
 
     def __init__(self, *, use_rotary: bool, grouped: bool) -> None:
         super().__init__()
-        self.use_rotary, self.grouped = use_rotary, grouped
+        self.use_rotary = use_rotary
+        self.grouped = grouped
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, rotary: Tensor, mask: Mask = None) -> Tensor:
         """[batch, seq, heads, head_dim] → [batch, seq, heads · head_dim]; k and v may have fewer
@@ -78,17 +81,22 @@ class CausalCore(nn.Module):
         """
         if self.use_rotary:
             rotary = rotary[..., : q.shape[1], :]
-            q, k = rotate(q, rotary), rotate(k, rotary)
+            q = rotate(q, rotary)
+            k = rotate(k, rotary)
         grouped = self.grouped
         if isinstance(mask, BlockMask):
-            q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+            q = q.transpose(1, 2)
+            k = k.transpose(1, 2)
+            v = v.transpose(1, 2)
             attended = flex_attention(q, k, v, block_mask=mask, enable_gqa=grouped)
             return attended.transpose(1, 2).flatten(2)
         if grouped and mask is not None and not q.is_cpu:
             # CUDA's flash kernel takes no mask, its memory-efficient one no groups: with both,
             # torch may compute all scores as a tensor (2.9 to 2.13, sdp_utils.cpp).
-            copies, grouped = q.shape[2] // k.shape[2], False
-            k, v = k.repeat_interleave(copies, dim=2), v.repeat_interleave(copies, dim=2)
+            copies = q.shape[2] // k.shape[2]
+            grouped = False
+            k = k.repeat_interleave(copies, dim=2)
+            v = v.repeat_interleave(copies, dim=2)
         attended = F.scaled_dot_product_attention(
             q.transpose(1, 2),
             k.transpose(1, 2),
@@ -168,7 +176,8 @@ class Decoder(nn.Module):
         super().__init__()
         self.config = config
         learned = FAMILIES[config.family].positions == "learned"
-        vocabulary, width = config.padded_vocab_size, config.hidden_size
+        vocabulary = config.padded_vocab_size
+        width = config.hidden_size
         self.embed: nn.Embedding | None = nn.Embedding(vocabulary, width)
         self.positions = nn.Embedding(config.seq_len, width) if learned else None
         # A dict, so that the layers of a stage keep their numbers.
@@ -191,7 +200,8 @@ class Decoder(nn.Module):
 
         The first embeds tokens, the last computes logits or loss; stages exchange hidden states.
         """
-        self.first, self.last = first, last
+        self.first = first
+        self.last = last
         # Deleted, not skipped: a stage must not allocate the other layers.
         for name in [name for name in self.layers if int(name) not in layers]:
             del self.layers[name]
@@ -210,10 +220,9 @@ class Decoder(nn.Module):
         """Compute the buffers; needed again after materializing from the meta device."""
         c = self.config
         if not self.rotary.is_meta:
-            table = rotary_table(
-                c.seq_len, c.head_width, c.rotary_pct, c.rotary_base, c.rope_scaling
+            self.rotary.copy_(
+                rotary_table(c.seq_len, c.head_width, c.rotary_pct, c.rotary_base, c.rope_scaling)
             )
-            self.rotary.copy_(table)
 
     def forward(
         self, x: Tensor, labels: Tensor | None = None, positions: Tensor | None = None

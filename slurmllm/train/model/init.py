@@ -96,7 +96,8 @@ def local_part(tensor: Tensor) -> Tensor:
 
 
 def local_region(tensor: Tensor) -> tuple[slice, ...]:
-    size, offset = tuple(tensor.shape), (0,) * tensor.ndim
+    size = tuple(tensor.shape)
+    offset = (0,) * tensor.ndim
     if isinstance(tensor, DTensor):
         size, offset = compute_local_shape_and_global_offset(
             size, tensor.device_mesh, tensor.placements

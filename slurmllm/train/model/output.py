@@ -50,6 +50,10 @@ class Output(nn.Module):
     """
 
     logits_at_a_time = 2**27  # 256 MiB
+    z_loss = 0.0
+    wide = False
+    row_multiple = 1
+    one_pass = False
 
     def __init__(self, vocab_size: int) -> None:
         super().__init__()
@@ -57,10 +61,6 @@ class Output(nn.Module):
         self.statistics: Statistics = statistics
         self.softmax_: SoftmaxInPlace = softmax_
         self.softmax_gradient_ = softmax_gradient_
-        self.z_loss = 0.0
-        self.wide = False
-        self.row_multiple = 1
-        self.one_pass = False
 
     def forward(self, x: Tensor, weight: Tensor, labels: Tensor | None) -> Tensor:
         """x [batch, seq, hidden] → logits [batch, seq, padded vocabulary], or with labels the loss.
@@ -137,7 +137,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         need_x, need_weight = ctx.needs_input_grad[:2]
         rows = output.rows(weight, share.rows)
         if output.wide and x.is_cpu:
-            x, rows = x.float(), rows.float()
+            x = x.float()
+            rows = rows.float()
         count = len(labels)
         functions = output.statistics, output.softmax_
         options = functions, output.z_loss, output.one_pass or not x.is_cpu
@@ -167,7 +168,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
             else:
                 grad_rows += gradient.T @ hidden
         ctx.save_for_backward(grad_x, grad_rows)
-        ctx.count, ctx.shape, ctx.kind = count, weight.shape, weight.dtype
+        ctx.count = count
+        ctx.shape = weight.shape
+        ctx.kind = weight.dtype
         return loss / count
 
     @staticmethod
@@ -184,7 +187,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 def _scaled(values: Tensor, factor: Tensor, shape: torch.Size, kind: torch.dtype) -> Tensor:
     """Return values times factor, with the given type and shape; padding rows are 0."""
-    out, values = values.new_empty(shape, dtype=kind), values[: shape[0]]
+    out = values.new_empty(shape, dtype=kind)
+    values = values[: shape[0]]
     if not values.is_cpu:
         # CUDA rounds a factor without dimensions to the type of bf16 values, an error of up to
         # 0.4 %; CPUs do not.
@@ -224,7 +228,8 @@ def softmax_gradient_(
         dist.all_reduce(common, dist.ReduceOp.MAX, group=share.group)
         sums = torch.stack([total * (largest - common).exp(), hit])
         dist.all_reduce(sums, group=share.group)
-        largest, (total, hit) = common, sums.unbind()
+        largest = common
+        total, hit = sums.unbind()
     log_sum = largest + total.log()
     # exp(logit - inf) is 0: ignored rows need no pass of their own over the logits.
     scale = 1 + 2 * z_loss * log_sum if z_loss else None
