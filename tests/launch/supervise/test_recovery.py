@@ -106,7 +106,7 @@ def test_a_local_run_is_cancelled_and_resumed(bench: Bench, submit: tuple[str, .
     process = bench.start(*submit, "--set=env.SLURMLLM_REHEARSAL_STEP_S=0.6", "--name=r")
     bench.wait_for_step("r", 3)
     assert "to save and exit" in bench.call("cancel", "r")
-    assert re.search("to save and exit before|nothing to cancel", bench.call("cancel", "r"))
+    assert re.search("already asked to save and exit|nothing to cancel", bench.call("cancel", "r"))
     output, _ = process.communicate(timeout=400)
     assert process.returncode == 130, output
     state = bench.status("r")
