@@ -181,7 +181,8 @@ class _Printer:
 
 def _stacks(run: RunDir, rank: int | None) -> str:
     """Return the stacks of the last attempt that hung, those that differ from the others first."""
-    from slurmllm.launch.supervise.collectives import ras_report
+    from slurmllm.core.run.records import AttemptRecord
+    from slurmllm.launch.supervise.collectives import ras_report, torch_analysis
     from slurmllm.launch.supervise.stacks import outliers, read_locations, read_stacks
 
     hung = [attempt for attempt in run.attempts("train") if attempt.stacks(0).parent.is_dir()]
@@ -202,8 +203,11 @@ def _stacks(run: RunDir, rank: int | None) -> str:
     for worker in dict.fromkeys((*differing, *sorted(dumps))) if rank is None else [rank]:
         mark = ", differs from the others" if worker in differing else ""
         reports[f"rank {worker}{mark}"] = f"{dumps[worker]}\n"
-    if rank is None:
+    if rank is None and attempt.collectives(0).parent.is_dir():
         reports["NCCL RAS"] = ras_report(attempt)
+        with suppress(StorageError):
+            world_size = AttemptRecord.load(attempt.record).world_size
+            reports["torchfrtrace"] = torch_analysis(attempt, world_size)
     return "\n".join(
         f"attempt {attempt.number}, {name}\n{report.rstrip()}\n"
         for name, report in reports.items()

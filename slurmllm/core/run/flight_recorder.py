@@ -40,7 +40,7 @@ class StackFrame(BaseModel):
     line: int
 
 
-class Operation(BaseModel, extra="allow"):  # all that torch recorded is stored
+class Operation(BaseModel, extra="allow"):  # torch's analyzer needs all fields
     """A collective, or a send or receive, as one rank recorded it."""
 
     process_group: ProcessGroup

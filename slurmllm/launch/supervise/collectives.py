@@ -2,25 +2,29 @@
 
 Launchers store the dumps, and `read_blocked` reads them. torch's own analyzer
 (torch/distributed/flight_recorder, `torchfrtrace`) needs torch and recordings from the first step
-on: this reading needs neither, as the supervisor holds the nodes meanwhile.
+on: only `logs --stacks` runs it, as the supervisor would hold the nodes meanwhile.
 """
 
 from __future__ import annotations
 
 import os
+import pickle
 import re
 import socket
+import subprocess
+import sys
+import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
 from contextlib import suppress
+from pathlib import Path
 from typing import NamedTuple
 
 from slurmllm.core.format import format_ranks, printable
 from slurmllm.core.run.flight_recorder import (
     Operation,
-    ProcessGroup,
     Recording,
     dump_prefixes,
     read_dump,
@@ -36,6 +40,8 @@ _POLLS = 24
 _RAS_S = 10.0  # NCCL waits five for peers, and adds up to five
 _RAS_BYTES = 1 << 20
 _MAX_LINES = 4
+_ANALYZER = "torch.distributed.flight_recorder.fr_trace"
+_ANALYZER_S = 300.0  # it imports torch
 # Of RAS's report: what follows the headings (NCCL 2.24 to 2.31, src/ras/client_support.cc)
 _RAS_PROBLEMS = re.compile(r"^(?:Errors|Warnings)\n=+\n(.*?)(?=^\w+\n=+\n|\Z)", re.M | re.S)
 
@@ -166,10 +172,45 @@ def _describe(
     return order, idle, printable("; ".join(clauses))
 
 
-def _members(recordings: Recordings, rank: int, group: ProcessGroup, world_size: int) -> list[int]:
+def _members(
+    recordings: Recordings, rank: int, group: tuple[str, str], world_size: int
+) -> list[int]:
     """Return the ranks of a group; with gloo (torch 2.13) those that are known to have used it."""
     if members := re.findall(r"\d+", recordings[rank].ranks(group)):
         return sorted(map(int, members))
     if group[1] == "default_pg":
         return [*range(world_size)]
     return sorted(r for r, recording in recordings.items() if group in recording.last_numbers)
+
+
+def torch_analysis(attempt: AttemptDir, world_size: int) -> str:
+    """Return what torch's own analyzer says of an attempt's dumps, in a process with torch.
+
+    The analyzer unpickles its input, so it gets copies with plain values only. On all ranks they
+    begin at the same operation of each group: it cannot compare others.
+    """
+    recordings = read_recordings(attempt)
+    if not recordings:
+        return ""
+    begin: dict[tuple[str, str], int] = defaultdict(int)
+    for recording in recordings.values():
+        firsts = {e.process_group: e.collective_seq_id for e in reversed(recording.entries)}
+        begin |= {group: max(begin[group], number) for group, number in firsts.items()}
+    with tempfile.TemporaryDirectory() as folder:
+        for rank, recording in recordings.items():
+            entries = [
+                {**e.model_dump(), "record_id": 0}
+                for e in recording.entries
+                if e.collective_seq_id >= begin[e.process_group]
+            ]
+            groups = {}
+            for name, description in recording.last_numbers:
+                members = _members(recordings, rank, (name, description), world_size)
+                groups[name] = {"desc": description, "ranks": str(members)}
+            dump = {"version": recording.version, "entries": entries, "pg_config": groups}
+            Path(folder, f"rank_{rank}").write_bytes(pickle.dumps(dump))
+        command = [sys.executable, "-P", "-m", _ANALYZER, "--allow-incomplete-ranks", folder]
+        with suppress(OSError, subprocess.TimeoutExpired):
+            done = subprocess.run(command, capture_output=True, text=True, timeout=_ANALYZER_S)
+            return done.stdout + done.stderr
+    return ""

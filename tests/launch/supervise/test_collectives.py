@@ -30,6 +30,7 @@ from slurmllm.launch.supervise.collectives import (
     query_ras,
     read_blocked,
     read_recordings,
+    torch_analysis,
 )
 
 Edit = Callable[[dict[int, list[dict[str, Any]]]], object]
@@ -205,7 +206,7 @@ def hanging(code: str, folder: Path, ranks: int, nccl: bool = False) -> Iterator
             worker.communicate()
 
 
-def test_a_hang_of_gloo_is_read(tmp_path: Path) -> None:
+def test_a_hang_of_gloo_is_read_and_torch_s_own_analyzer_agrees(tmp_path: Path) -> None:
     attempt = RunDir(tmp_path).attempt("train", 0)
     with hanging(WORKER, tmp_path, ranks=3) as environment:
         while blocked(read_recordings(attempt), 3).lines != (LATE,):
@@ -213,6 +214,11 @@ def test_a_hang_of_gloo_is_read(tmp_path: Path) -> None:
             assert [*read_recordings(attempt)] == [0, 1, 2]
     (line,) = blocked(read_recordings(attempt), 3).lines
     assert line == LATE
+    analysis = torch_analysis(attempt, 3)
+    assert "sequence number: 3" in analysis
+    assert "missing ranks: {1}" in analysis
+    attempt.collectives(2).unlink()
+    assert "missed FR dumps from ranks ({2})" in torch_analysis(attempt, 3)
 
 
 @pytest.mark.gpu
@@ -275,6 +281,7 @@ def test_nccl_reports_the_ranks_behind(
     assert line in lines[0] if line else lines == ()
     monkeypatch.setenv("NCCL_RAS_ADDR", "127.0.0.1:1")
     query_ras(attempt)  # nobody answers
+    assert not torch_analysis(attempt, 3)
 
 
 def test_another_service_that_never_ends_is_no_report(
