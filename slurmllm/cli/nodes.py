@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from itertools import chain
 from pathlib import Path
@@ -67,6 +68,8 @@ def nodes(
         raise UserError("--exclude and --clear are for all runs; leave out RUN")
     if bool(excluding) != bool(reason):
         raise UserError("--exclude and --reason belong together: `--exclude n7 --reason TEXT`")
+    if math.isnan(hours):
+        raise UserError("--hours nan: write a number of hours")
     client = SlurmClient()
     runs = [*filter(_readable, list_runs(runs_dir))] if run is None else [find_run(run, runs_dir)]
     if run is not None and included:

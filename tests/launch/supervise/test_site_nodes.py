@@ -215,6 +215,7 @@ def test_a_user_excludes_and_clears(slurm: FakeSlurm, root: Path) -> None:
     for wrong, part in (
         (("--exclude=", "--reason=x"), "error: no node is named\n"),
         (("--clear=",), "error: no node is named\n"),
+        (("--exclude=n5", "--reason=x", "--hours=nan"), "--hours nan: write a number of hours"),
         (("--exclude=n5",), "belong together"),
         (("--reason=x",), "belong together"),
         (("--exclude=n99", "--reason=x"), "n99 is not among the nodes of the cluster: n1"),
