@@ -66,8 +66,8 @@ _STEPS = (
     re.compile(r"(?i)(?:\b|_)(?:step|iter(?:ation)?|update)s?[ =:\[]{1,3}(\d{1,15})\b(?!,\d)"),
     re.compile(r"(?i)(?<!epoch )(?<!epoch: )[\[(](\d{1,15})/\d{1,15}[\])]"),
 )
-# A bar of something else: `Loading weights: 5%|`
-_DESCRIBED = re.compile(r"[A-Za-z]:\s{1,3}\d{1,3}%\|")
+# A bar of something else: `Loading weights: 5%|`, `Map (num_proc=2): 5%|`, `[01:02, 3 examples/s]`
+_DESCRIBED = re.compile(r"[A-Za-z)]:\s{1,3}\d{1,3}%\||\bexamples/s\]")
 # Fields that locate a line in the training, and report no measured value
 _LOCATING = {"step", "epoch", "total", "bar", "time"}
 _NUMBERED = "its lines show no step and are numbered 1, 2, …: give the run's trainer_state.json"

@@ -269,7 +269,12 @@ def test_cells_that_are_no_numbers_or_were_cut(tmp_path: Path) -> None:
 @pytest.mark.parametrize("redrawn", [True, False], ids=["redrawn", "before its row"])
 def test_a_bar_is_of_the_row_that_it_belongs_to(tmp_path: Path, first: int, redrawn: bool) -> None:
     """Of the Trainer, which begins a bar at 0 and redraws it after a row, and of a plain script."""
-    lines = ["  0%|   | 0/40 [00:00<?, ?it/s]"] if redrawn else []
+    lines = [
+        "Map (num_proc=2): 100%|###| 300/300 [00:00<00:00, 566.18 examples/s]",
+        "Saving the dataset (0/1 shards):   0%|   | 0/319 [00:00<?, ? examples/s]",
+        "Loading weights: 100%|###| 39/39 [00:00<00:00, 26151.54it/s]",
+    ]
+    lines += ["  0%|   | 0/40 [00:00<?, ?it/s]"] if redrawn else []
     for step in range(first, 26):
         bar, row = f"{step}%|## | {step}/40 [00:01<00:02, 1.0it/s]", f"{{'loss': 3.{step:02}}}"
         lines += [row, bar] if redrawn else [bar, row]
