@@ -68,8 +68,9 @@ def verify_checkpoint(path: Path, until: float, full: bool = False) -> Verificat
 
     `full`: read the files, and compare the checksums of those that have them.
     """
-    folder, files = (path, _files(path)) if path.is_dir() else (path.parent, [path.name])
-    faults = [*_missing_ranks(files)]
+    faults = list[str]()
+    folder, files = (path, _files(path, faults)) if path.is_dir() else (path.parent, [path.name])
+    faults += _missing_ranks(files)
     unverified = list[str]()
 
     def run(name: str, check: Callable[..., Any]) -> Any:
@@ -106,8 +107,13 @@ def verify_checkpoint(path: Path, until: float, full: bool = False) -> Verificat
     return Verification(tuple(faults), tuple(unverified), is_listed)
 
 
-def _files(folder: Path) -> list[str]:
-    paths = (Path(base, name) for base, _, names in os.walk(folder) for name in names)
+def _files(folder: Path, faults: list[str]) -> list[str]:
+    """List the files in a folder; adds to `faults` the folders that cannot be read."""
+
+    def add(error: OSError) -> None:
+        faults.append(f"{Path(error.filename).name}: {os_error_text(error)}")
+
+    paths = (Path(base, name) for base, _, names in os.walk(folder, onerror=add) for name in names)
     return [str(file.relative_to(folder)) for file in islice(paths, _MAX_FILES)]
 
 

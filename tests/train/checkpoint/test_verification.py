@@ -214,7 +214,7 @@ def test_the_order_of_a_folder_does_not_matter(
     shard = next(tmp_path.glob("*.distcp"))
     shard.write_bytes(shard.read_bytes()[:-200])
     names = sorted((path.name for path in tmp_path.iterdir()), reverse=backwards)
-    monkeypatch.setattr(verification, "_files", lambda _: names)
+    monkeypatch.setattr(verification, "_files", lambda *_: names)
     assert verify_checkpoint(tmp_path, time.monotonic() + 60).faults[0].startswith(shard.name)
 
 
@@ -257,3 +257,20 @@ def test_a_pipe_in_place_of_a_list_is_not_waited_for(tmp_path: Path) -> None:
     began = time.monotonic()
     assert "not a regular file" in verify_checkpoint(tmp_path, began + 60).faults[0]
     assert time.monotonic() - began < 30
+
+
+def test_a_folder_that_cannot_be_read_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_safetensors(tmp_path)
+    (tmp_path / "rng").mkdir()
+    scandir = os.scandir
+
+    def closed(path: str) -> Any:
+        if Path(path).name == "rng":
+            raise PermissionError(13, "Permission denied", path)
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", closed)
+    (fault,) = verify_checkpoint(tmp_path, time.monotonic() + 60).faults
+    assert fault.startswith("rng: Permission denied")
