@@ -94,9 +94,9 @@ def delete(runs: Texts, checkpoints: bool, yes: bool, runs_dir: Path, as_json: b
         count = format_plural(plan.checkpoints, "checkpoint")
         description = f"including {count}"
         if plan.keeps_checkpoints:
-            kept = count if plan.checkpoints else "the trainer's outputs"
+            outputs = count if plan.checkpoints else "the trainer's outputs"
             size = format_bytes(plan.checkpoint_bytes)
-            description = f"not {kept} ({size}), for which add --checkpoints"
+            description = f"not {outputs} ({size}), for which add --checkpoints"
         click.echo(f"{plan.target.path}: deletes {format_bytes(plan.bytes)}, {description}")
     names = ", ".join(plan.target.name for plan in plans)
     total = f"{names}: {format_bytes(sum(plan.bytes for plan in plans))}"

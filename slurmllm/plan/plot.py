@@ -165,8 +165,8 @@ def _curve(plan: RecipePlan) -> PlanCurve:
         "hours": [forecast.hours for forecast in forecasts],
         "usd": [forecast.usd for forecast in forecasts],
     }
-    known = {name: values for name, values in figures.items() if None not in values}
-    return PlanCurve(plan.config.recipe.name, [layout.mesh.nodes for layout in layouts], known)
+    complete = {name: values for name, values in figures.items() if None not in values}
+    return PlanCurve(plan.config.recipe.name, [layout.mesh.nodes for layout in layouts], complete)
 
 
 def _label(layout: LayoutEstimate) -> str:

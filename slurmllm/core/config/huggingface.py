@@ -161,8 +161,8 @@ def _model_fields(values: Values, family: Family, faults: list[str]) -> Values:
     activation = str(fields["activation"])
     fields["activation"] = _ACTIVATIONS.get(activation, family.defaults["activation"])
     if activation not in _ACTIVATIONS:
-        known = ", ".join(_ACTIVATIONS)
-        faults.append(f"{keys['activation'][0]}: {activation!r} is not known; known are {known}")
+        names = ", ".join(_ACTIVATIONS)
+        faults.append(f"{keys['activation'][0]}: {activation!r} is not known; known are {names}")
     hidden = fields.get("hidden_size")
     heads = fields.get("num_heads")
     if fields.get("ffn_hidden_size", ...) is None and isinstance(hidden, int):  # GPT-2's n_inner

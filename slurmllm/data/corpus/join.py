@@ -74,7 +74,7 @@ class FinishedShard:
         counts = [file.documents for file in self.record.inputs]
         if self.keep is None:
             return counts
-        return [int(part.sum()) for part in np.split(self.keep, np.cumsum(counts)[:-1])]
+        return [int(kept.sum()) for kept in np.split(self.keep, np.cumsum(counts)[:-1])]
 
 
 def mark_duplicates(shards: Sequence[FinishedShard], scratch: Path) -> int:

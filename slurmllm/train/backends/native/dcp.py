@@ -290,7 +290,7 @@ def load(
     The random state is restored if the number of workers is the same. Raises a StorageError on all
     workers if one cannot read its shards.
     """
-    own = _random_key(control.rank)
+    random_key = _random_key(control.rank)
     random_state: Tensors = {}
     model_state, optimizer_state = get_state_dict(model, optimizer)
     state: dict[str, Any] = {"model": model_state, "optimizer": optimizer_state["state"]}
@@ -305,9 +305,9 @@ def load(
         random_state = {
             kind: tensor
             for kind, tensor in _random_state(model).items()
-            if f"{RANDOM}.{own}.{kind}" in stored
+            if f"{RANDOM}.{random_key}.{kind}" in stored
         }
-        state[RANDOM] = {own: random_state}
+        state[RANDOM] = {random_key: random_state}
 
     @torch.no_grad()
     def read_shards() -> None:
