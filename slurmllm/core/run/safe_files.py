@@ -281,7 +281,7 @@ def _parent_folder(path: Path) -> Iterator[int]:
         yield folder
     except OSError as error:
         error.filename = str(path)
-        error.filename2 = None
+        del error.filename2  # with None the message would end in `-> None`
         raise
     finally:
         os.close(folder)

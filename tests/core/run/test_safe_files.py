@@ -9,6 +9,7 @@ import stat
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -268,3 +269,15 @@ def test_pieces_have_whole_lines_and_each_line_a_limit(tmp_path: Path) -> None:
                 else:
                     with pytest.raises(OSError, match="a line of more than 30 bytes"):
                         list(safe_files.read_pieces(stream, 20, 30))
+
+
+def test_an_error_names_the_path_of_the_file(tmp_path: Path) -> None:
+    def write(path: Path) -> None:
+        safe_files.write_whole(path, b"")
+
+    (tmp_path / "x").mkdir()
+    calls: list[Callable[[Path], object]] = [safe_files.open_append, safe_files.open_update, write]
+    for call in calls:
+        with pytest.raises(IsADirectoryError) as raised:
+            call(tmp_path / "x")
+        assert str(raised.value) == f"[Errno 21] Is a directory: '{tmp_path / 'x'}'"
