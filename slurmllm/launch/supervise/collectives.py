@@ -63,17 +63,18 @@ def collect_dumps(attempt: AttemptDir, environment: Mapping[str, str], since: fl
     after a time-out of a collective.
     """
     pipe, dump = dump_prefixes(environment)
-    missing = {rank for rank, path in rank_files(pipe, ".pipe").items() if request_dump(path)}
-    if missing:
+    requested = {rank for rank, path in rank_files(pipe, ".pipe").items() if request_dump(path)}
+    if requested:
         since = time.time() - 1.0  # a file system's clock may be coarse
+    stored = set[int]()  # reading a dump again for a silent rank takes longer than the wait
     for _ in range(_POLLS):
         for rank, path in rank_files(dump).items():
             with suppress(OSError, ValueError):  # such as a half-written file
-                if path.stat().st_mtime >= since:
+                if rank not in stored and path.stat().st_mtime >= since:
                     content = read_dump(path).model_dump_json().encode()
                     write_whole(attempt.collectives(rank), content, durable=False)
-                    missing.discard(rank)
-        if not missing:
+                    stored.add(rank)
+        if requested <= stored:
             break
         time.sleep(0.5)
 

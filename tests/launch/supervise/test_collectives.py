@@ -155,6 +155,29 @@ def test_a_dump_runs_no_code_and_is_shortened(tmp_path: Path) -> None:
             read_dump(path)
 
 
+def test_dumps_are_read_once_beside_a_rank_that_writes_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reads = list[str]()
+
+    def read(path: Path) -> Recording:
+        reads.append(path.name)
+        return read_dump(path)
+
+    monkeypatch.setattr(collectives, "read_dump", read)
+    monkeypatch.setattr(collectives, "_POLLS", 3)
+    for rank in (0, 1):
+        os.mkfifo(tmp_path / f"rank_{rank}.pipe")
+    readers = [os.open(path, os.O_RDONLY | os.O_NONBLOCK) for path in tmp_path.glob("*.pipe")]
+    dump = {"version": "2.10", "pg_config": {}, "entries": []}
+    (tmp_path / "rank_0").write_bytes(pickle.dumps(dump))
+    attempt = RunDir(tmp_path / "run").attempt("train", 0)
+    collect_dumps(attempt, recorder_variables(tmp_path, {}), since=0.0)
+    assert ([*read_recordings(attempt)], reads) == ([0], ["rank_0"])
+    for reader in readers:
+        os.close(reader)
+
+
 def test_variables_of_the_user_are_not_replaced() -> None:
     folder = Path("/dev/shm/x")
     variables = recorder_variables(folder, {}, nccl=True)
