@@ -87,6 +87,7 @@ def main(task_json: str) -> None:
         with device:
             made = list(items())
         measure(made, device, scale.budget_s, scale.rounds, limit_s)
+        del made  # else its tensors would lie beside those of the next
         kind.release()
     dist.barrier()
     dist.destroy_process_group()

@@ -1,6 +1,7 @@
 """Figures from measurements: what made the measurements up comes out again."""
 
 import time
+import weakref
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from slurmllm.analysis.calibrate import worker
 from slurmllm.analysis.calibrate.fits import hardware_of
 from slurmllm.analysis.calibrate.measuring import Item, measure, scale_of
 from slurmllm.analysis.calibrate.node import GPU_LIMIT_S, STEP_LAYERS, Sample, Task, step_config
@@ -124,6 +126,8 @@ def test_steps_of_a_gpu_show_what_its_memory_reaches() -> None:
         hardware = hardware_of(measured, TASK, TRUTH, "here")[0]
         assert hardware.memory_efficiency == pytest.approx(efficiency, rel=0.03)
         assert hardware.operator_us == pytest.approx(2.0, rel=0.01)
+    with pytest.raises(NodeError, match="did not measure gpu_step"):
+        hardware_of(measured[:-1], TASK, TRUTH, "here")
 
 
 def test_without_known_peaks_what_is_reached_is_the_same() -> None:
@@ -202,3 +206,21 @@ def test_the_measurements_of_a_gpu_fit_into_their_time() -> None:
         assert count * scale.rounds * scale.budget_s <= PARTS_S[name]
     # What starts and compiles has the rest.
     assert sum(PARTS_S.values()) <= 0.75 * GPU_LIMIT_S < 45
+
+
+def test_what_was_measured_is_released_before_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[weakref.ref[torch.Tensor]] = []
+    left: list[bool] = []
+
+    def items() -> list[Item]:
+        left.extend(tensor() is not None for tensor in made)
+        tensor = torch.ones(4)
+        made.append(weakref.ref(tensor))
+        return [Item("copy", "", (1,), lambda: tensor.add_(1))]
+
+    monkeypatch.setattr(worker, "_measurements", lambda *_: {"memory": items, "attention": items})
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    changes = {"nodes": 1, "workers": 1, "device": "cpu", "quick": True, "products_only": True}
+    worker.main(TASK.model_copy(update=changes).model_dump_json())
+    assert left == [False]
