@@ -125,7 +125,7 @@ def figures(candidate: LayoutEstimate) -> Json:
         "parts_s": candidate.step.parts(),
         "mfu": candidate.mfu,
         "memory_bytes": memory.peak,
-        "memory": memory.parts,
+        "memory": dict(memory.parts),
         "memory_limit_bytes": memory.limit,
         "fits": candidate.fits,
         "tight": memory.tight,

@@ -388,7 +388,7 @@ def plan_json(plans: Plans, top: int | None, explained: bool) -> Json:
             rows["recipe_layouts"].append(
                 {**key, "rank": node_plan.recipe_rank, "fault": node_plan.recipe_fault}
             )
-            rows["refused"].append({**key, "reasons": node_plan.refused})
+            rows["refused"].append({**key, "reasons": dict(node_plan.refused)})
             if node_plan.fitting:
                 explanation += node_plan.explain()
             else:
