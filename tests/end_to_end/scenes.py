@@ -9,9 +9,11 @@ from __future__ import annotations
 import inspect
 import json
 import os
+import subprocess
 import sys
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
@@ -62,6 +64,7 @@ class SceneBench(BenchOfThreads):
         super().__init__(folder)
         self.cluster, self.shared, self.inputs = cluster, shared, inputs
         self._once = threading.Lock()
+        self._jobs: dict[int, list[str]] = defaultdict(list)  # thread → names of its train jobs
 
     def line(self, name: str) -> tuple[str, ...]:
         """The command that submits a small run on two nodes."""
@@ -69,13 +72,21 @@ class SceneBench(BenchOfThreads):
 
     def submit(self, name: str, *options: str) -> str:
         """Submit a run on two nodes, or as `options` say; returns its train job."""
+        self._jobs[threading.get_ident()].append(f"{name}-train")
         return str(json.loads(self.look(*self.line(name), *options, "--json"))["jobs"]["train"])
+
+    def clear(self, failed: bool) -> None:
+        """Forget the jobs of this thread's scene; end them, if it failed, as others need nodes."""
+        names = self._jobs.pop(threading.get_ident(), [])
+        if failed and names:
+            subprocess.run(["scancel", f"--jobname={','.join(names)}"], check=False)
 
     def once(self, name: str, submit: Callable[[], object]) -> None:
         """Submit a run that several scenes share, by the first of them."""
         with self._once:
             if not (self.runs / name).is_dir():
                 submit()
+                self._jobs.pop(threading.get_ident(), None)  # it is not this scene's own
 
     def rehearsed(self) -> str:
         """The unbroken rehearsed run of both stages."""
@@ -150,6 +161,7 @@ class Scenes:
             item.function.play(self.stage, **case)
             result = "passed"
         finally:
+            self.stage.clear(result == "failed")
             line = f"{result} after {time.monotonic() - began:.0f} s: {item.name}"
             # Not to the output of a verb that another thread runs in this process.
             print(line, file=sys.__stdout__, flush=True)
