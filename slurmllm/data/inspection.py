@@ -191,7 +191,8 @@ def first_sequences(spec: StreamSpec, encoder: TokenEncoder, count: int) -> list
         batch = stream.next_batch()
     untrained = np.zeros_like(batch.tokens, bool) if batch.untrained is None else batch.untrained
     sequences = []
-    for number, (ids, prompt) in enumerate(zip(batch.inputs[:count], untrained, strict=False)):
+    rows = zip(batch.inputs[:count], untrained[:, :-1], strict=False)
+    for number, (ids, prompt) in enumerate(rows):
         bounds = [0, *(np.flatnonzero(np.diff(prompt)) + 1), len(ids)]
         parts = tuple(
             SequencePart(text=encoder.decode(ids[begin:end]), trained=not prompt[begin])

@@ -16,7 +16,7 @@ from slurmllm.data import inspection
 from slurmllm.data.corpus import builtin
 from slurmllm.data.corpus.build import CorpusManifest, manifest_path
 from slurmllm.data.corpus.builtin import ensure_stdlib
-from slurmllm.data.inspection import check_corpora, inspect_corpus
+from slurmllm.data.inspection import check_corpora, first_sequences, inspect_corpus
 from slurmllm.data.sources import open_source
 from slurmllm.data.spec import StreamSpec
 from slurmllm.data.tokenizer import TokenEncoder
@@ -101,6 +101,14 @@ def test_what_is_trained_of_prompts(tmp_path: Path, tokenizer: Path) -> None:
     assert f"trained  {report['trained']:.1%} of the tokens; 1.0 answers a document" in shown
     text = inspect(arrow(tmp_path / "t.arrow", text=["a"]), "--tokenizer", tokenizer, "--json")
     assert json.loads(text.stdout)["corpora"][0]["trained"] is None
+
+
+def test_no_part_of_a_sequence_is_empty(tmp_path: Path, tokenizer: Path) -> None:
+    corpus = arrow(tmp_path / "c.arrow", prompt=["Why? "] * 50, completion=["Because."] * 50)
+    for seq_len in range(8, 40):  # one ends where an answer begins
+        spec = StreamSpec([(corpus, 1.0)], tokenizer, seq_len, 2, seed=0)
+        for sequence in first_sequences(spec, TokenEncoder(tokenizer), 2):
+            assert all(part.text for part in sequence.parts)
 
 
 @pytest.mark.parametrize(
