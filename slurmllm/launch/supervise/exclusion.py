@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -279,12 +279,13 @@ def nodes_to_avoid(
     lost: Sequence[str],
     excluded_before: Sequence[str],
     job_id: str | None = None,
+    held: Collection[str] = (),
 ) -> list[str]:
     """Return the nodes to exclude: as many of those lost, and excluded before, as possible.
 
     If the job could not start without those lost, none is excluded, after a wait until Slurm has
-    noticed the loss or they respond. `job_id` is this process's job, which holds the nodes; without
-    it they are not asked.
+    noticed the loss or they respond. `job_id` is this process's job, and `held` are its nodes;
+    without it they are not asked.
     """
     candidates = list(dict.fromkeys([*lost, *excluded_before]))
     names = " ".join(lost)
@@ -302,7 +303,8 @@ def nodes_to_avoid(
         states = retry_unreachable(client.node_states)
         # Slurm's messages to a node go through others: nodes that wait for a lost one do not
         # respond either (`allocated*`), until slurmctld asks them again.
-        for_now = any(_NOT_RESPONDING.match(states[name]) for name in {*states} - {*lost})
+        others = {*held} & {*states} - {*lost}
+        for_now = any(_NOT_RESPONDING.match(states[name]) for name in others)
         if not for_now and not all(usable(states.get(name, "unknown")) for name in lost):
             return []
         if job_id is not None and all(client.responds(job_id, name) for name in lost):

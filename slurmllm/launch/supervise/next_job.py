@@ -149,9 +149,8 @@ class NextJob:
             if len(closed.blamed_nodes) == 1 and not gained(closed):
                 before += closed.blamed_nodes  # without evidence: another node may work
             # Slurm may not have noticed the loss yet and would start the job on the same nodes.
-            avoid = nodes_to_avoid(
-                client, self._script(self.stage) if lost or before else "", lost, before, job
-            )
+            script = self._script(self.stage) if lost or before else ""
+            avoid = nodes_to_avoid(client, script, lost, before, job, self._job.all_nodes)
             if closed.action == "chain":
                 return self._chain(closed, avoid)
             without_lost = auto and self.stage == "train" and {*lost} & {*avoid}

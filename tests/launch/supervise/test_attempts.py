@@ -229,7 +229,10 @@ def test_nodes_that_are_silent_beside_a_lost_one_are_waited_for(
         "slurmllm.launch.supervise.exclusion.time.sleep",
         lambda _: cluster.states.update(n1=next(answers)),
     )
-    assert nodes_to_avoid(cluster, TWO, ["n2"], [], job_id=job_id) == ["n2"]
+    held = ("n1", "n2")
+    assert nodes_to_avoid(cluster, TWO, ["n2"], [], job_id=job_id, held=held) == ["n2"]
+    cluster.states.update(n1="idle", n3="down", n4="idle*")  # n4 is not the job's: not waited for
+    assert nodes_to_avoid(cluster, TWO, ["n2"], [], job_id=job_id, held=held) == []
 
 
 def test_a_log_that_cannot_be_written_is_waited_for(tmp_path: Path) -> None:
