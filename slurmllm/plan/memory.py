@@ -31,7 +31,7 @@ _MASK_SHARE = 1 / 8  # of the memory, from which the dense mask of a sequence is
 
 
 def worker_memory(config: RunConfig, mesh: Mesh, rank: int = 0) -> dict[str, int]:
-    """Return bytes by part at the fullest moment of the step, which add up to the peak.
+    """Return the bytes of each part at the peak of a step; their sum is the peak.
 
     The first worker of a stage has the largest shares of it.
     """

@@ -55,7 +55,7 @@ _ALLREDUCE_BUCKET, _ZERO_BUCKETS = GIB, 2 * 130 * 2**20
 
 
 def neuron_memory(config: RunConfig, mesh: Mesh, rank: int = 0) -> dict[str, int]:
-    """Return bytes by part at the step's fullest moment, which add up to the peak.
+    """Return the bytes of each part at the peak of a step; their sum is the peak.
 
     All workers of a pipeline stage need the same.
 

@@ -87,7 +87,7 @@ def main(task_json: str) -> None:
         with device:
             made = list(items())
         measure(made, device, scale.budget_s, scale.rounds, limit_s)
-        del made  # else its tensors would lie beside those of the next
+        del made  # else its tensors would use memory during the next measurement
         kind.release()
     dist.barrier()
     dist.destroy_process_group()

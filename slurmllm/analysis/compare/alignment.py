@@ -133,7 +133,7 @@ def _choose_shifts(a: Curve, b: Curve) -> tuple[tuple[int, int], str]:
     shift = usual
     scatter = _scatter(max((a, b), key=lambda curve: len(curve.steps))) if candidates else 0.0
     if scatter and _distance(a, b, "loss", usual) > _FAR * scatter:
-        matching = [other for other in candidates if _coincide(a, b, other, usual, scatter)]
+        matching = [shift for shift in candidates if _coincide(a, b, shift, usual, scatter)]
         shift = matching[0] if len(matching) == 1 else usual
     lower = b if shift > 0 else a  # the one whose steps are counted from 0
     reason = "so that the values of both coincide"

@@ -27,7 +27,7 @@ from slurmllm.core.errors import RunError, SlurmError, StorageError
 from slurmllm.core.format import Json, format_plural, printable
 from slurmllm.core.log import message_of, parse_line
 from slurmllm.core.run.records import AttemptRecord, NodeRecord
-from slurmllm.core.run.rundir import RunDir, Stage, rank_files
+from slurmllm.core.run.rundir import RunDir, Stage, files_by_rank
 from slurmllm.core.run.safe_files import open_regular
 from slurmllm.core.slurm.client import step_beside
 from slurmllm.core.slurm.setup import slurm_environment
@@ -358,7 +358,9 @@ def worker_log_attempts(run: RunDir, stage: Stage) -> list[int]:
 def ranks_with_logs(run: RunDir, stage: Stage, attempt: int) -> list[int]:
     """Return the ranks, other than 0, of an attempt that have a log."""
     with suppress(OSError):
-        return sorted(rank_files(str(run.worker_log(stage, attempt, 1).with_name("rank_")), ".log"))
+        return sorted(
+            files_by_rank(str(run.worker_log(stage, attempt, 1).with_name("rank_")), ".log")
+        )
     return []
 
 

@@ -81,17 +81,17 @@ def read_all(read: Callable[[K], V], items: Iterable[K]) -> list[V]:
         return [content for item in contents for content in item]
 
 
-def rank_files(prefix: str, ending: str = "") -> dict[int, Path]:
+def files_by_rank(prefix: str, ending: str = "") -> dict[int, Path]:
     """Return rank → file named `<prefix><rank><ending>`; empty if the prefix is."""
     name = re.compile(rf"{re.escape(Path(prefix).name)}([0-9]+){re.escape(ending)}")
     paths = sorted(Path(prefix).parent.glob(f"*{ending}")) if prefix else ()
     return {int(match[1]): path for path in paths if (match := name.fullmatch(path.name))}
 
 
-def read_rank_files(path_of: Callable[[int], Path], read: Callable[[Path], V]) -> dict[int, V]:
+def read_by_rank(path_of: Callable[[int], Path], read: Callable[[Path], V]) -> dict[int, V]:
     """Return rank → content of the ranks' files in an attempt's directory, if it can be read."""
     folder, ending = path_of(0).parent, path_of(0).suffix
-    paths = rank_files(str(folder / "rank_"), ending)
+    paths = files_by_rank(str(folder / "rank_"), ending)
 
     def read_or_none(path: Path) -> V | None:
         with suppress(OSError, ValueError, StorageError):
@@ -230,7 +230,7 @@ class RunDir:
     def attempts(self, stage: Stage) -> list[AttemptDir]:
         return [AttemptDir(path) for _, path in _numbered(self._attempts_dir(stage), _NUMBER)]
 
-    def next_attempt(self, stage: Stage) -> int:
+    def next_attempt_number(self, stage: Stage) -> int:
         """Return the number of the next attempt of a stage."""
         return max((attempt.number for attempt in self.attempts(stage)), default=-1) + 1
 

@@ -213,8 +213,8 @@ def _select(
             kinds[path] = classified[0] == "text"
         else:
             unknown.append(path)
-    others = [(path, is_text) for path, is_text in kinds.items() if path not in saved]
-    selected = saved.union(select_data(folder, others, split, on_note))
+    data = [(path, is_text) for path, is_text in kinds.items() if path not in saved]
+    selected = saved.union(select_data(folder, data, split, on_note))
     return [path for path in kinds if path in selected]
 
 

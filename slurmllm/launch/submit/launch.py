@@ -160,7 +160,7 @@ def _submission(prepared: PreparedRun, **fields: object) -> Submission:
         {
             "submitted_at": time.time(),
             "nodes": prepared.mesh.nodes,
-            "first_attempt": prepared.run.next_attempt("train"),
+            "first_attempt": prepared.run.next_attempt_number("train"),
             "from_scratch": prepared.from_scratch,
             "changes": prepared.changes,
             "git_commit": _git_commit() if prepared.config.recipe.trackers else None,

@@ -133,7 +133,7 @@ class PreparedRun:
         """The next attempt's command of a trainer of another project, filled in."""
         if (command := self.config.recipe.command) is None:
             return None
-        attempt = self.run.next_attempt("train")
+        attempt = self.run.next_attempt_number("train")
         return command_line(
             command, command_values(self.run, self.config, attempt, self.mesh.nodes)
         )

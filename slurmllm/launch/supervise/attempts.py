@@ -141,7 +141,7 @@ def open_attempt(
         newest, passed_over = select_checkpoint(run, command)
         steps = [newest.step] if newest is not None else []
     while True:
-        number = run.next_attempt(stage)
+        number = run.next_attempt_number(stage)
         folder = run.attempt(stage, number).path
         # FileExistsError: another supervisor was faster.
         with storage_errors(f"cannot make {folder}"), suppress(FileExistsError):
@@ -355,7 +355,7 @@ def first_attempt(run: RunDir) -> int:
 def newer_attempt(run: RunDir, stage: Stage, number: int) -> int | None:
     """Return the number of an attempt that another supervisor has begun since, if any."""
     try:
-        newest = run.next_attempt(stage) - 1
+        newest = run.next_attempt_number(stage) - 1
     except OSError:
         return None
     return newest if newest > number else None

@@ -31,7 +31,7 @@ from slurmllm.core.run.flight_recorder import (
     request_dump,
 )
 from slurmllm.core.run.records import Lines, Ranks
-from slurmllm.core.run.rundir import AttemptDir, rank_files, read_rank_files
+from slurmllm.core.run.rundir import AttemptDir, files_by_rank, read_by_rank
 from slurmllm.core.run.safe_files import read_limited, write_whole
 
 # Half a second apart: torch looks at its pipe once a second, and may import its compiler before the
@@ -63,12 +63,12 @@ def collect_dumps(attempt: AttemptDir, environment: Mapping[str, str], since: fl
     after a time-out of a collective.
     """
     pipe, dump = dump_prefixes(environment)
-    requested = {rank for rank, path in rank_files(pipe, ".pipe").items() if request_dump(path)}
+    requested = {rank for rank, path in files_by_rank(pipe, ".pipe").items() if request_dump(path)}
     if requested:
         since = time.time() - 1.0  # a file system's clock may be coarse
     stored = set[int]()  # reading a dump again for a silent rank takes longer than the wait
     for _ in range(_POLLS):
-        for rank, path in rank_files(dump).items():
+        for rank, path in files_by_rank(dump).items():
             with suppress(OSError, ValueError):  # such as a half-written file
                 if rank not in stored and path.stat().st_mtime >= since:
                     content = read_dump(path).model_dump_json().encode()
@@ -102,7 +102,7 @@ def ras_report(attempt: AttemptDir) -> str:
 
 def read_recordings(attempt: AttemptDir) -> Recordings:
     """Return rank → recording, for the recordings of an attempt that can be read."""
-    return read_rank_files(attempt.collectives, Recording.load)
+    return read_by_rank(attempt.collectives, Recording.load)
 
 
 def read_blocked(attempt: AttemptDir, world_size: int) -> Blocked:

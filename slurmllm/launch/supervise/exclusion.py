@@ -279,13 +279,13 @@ def nodes_to_avoid(
     lost: Sequence[str],
     excluded_before: Sequence[str],
     job_id: str | None = None,
-    held: Collection[str] = (),
+    held_nodes: Collection[str] = (),
 ) -> list[str]:
-    """Return the nodes to exclude: as many of those lost, and excluded before, as possible.
+    """Return the nodes to exclude: those lost and excluded before, as many as the job can spare.
 
-    If the job could not start without those lost, none is excluded, after a wait until Slurm has
-    noticed the loss or they respond. `job_id` is this process's job, and `held` are its nodes;
-    without it they are not asked.
+    If it cannot start without the lost nodes, none is excluded, after a wait until Slurm shows them
+    as unusable or they respond. `job_id` is this process's job, and `held_nodes` are its nodes;
+    without a job, no node is asked to respond.
     """
     candidates = list(dict.fromkeys([*lost, *excluded_before]))
     names = " ".join(lost)
@@ -301,11 +301,11 @@ def nodes_to_avoid(
             log.info("no spare node for %s: waiting until Slurm notices the loss", names)
             waits = True
         states = retry_unreachable(client.node_states)
-        # Slurm's messages to a node go through others: nodes that wait for a lost one do not
-        # respond either (`allocated*`), until slurmctld asks them again.
-        others = {*held} & {*states} - {*lost}
-        for_now = any(_NOT_RESPONDING.match(states[name]) for name in others)
-        if not for_now and not all(usable(states.get(name, "unknown")) for name in lost):
+        # Slurm's messages are forwarded from node to node (TreeWidth), so that healthy nodes behind
+        # a lost one show as not responding too (`allocated*`), until slurmctld's next ping.
+        healthy = {*held_nodes} & {*states} - {*lost}
+        is_temporary = any(_NOT_RESPONDING.match(states[name]) for name in healthy)
+        if not is_temporary and not all(usable(states.get(name, "unknown")) for name in lost):
             return []
         if job_id is not None and all(client.responds(job_id, name) for name in lost):
             log.info("no spare node for %s, which responds: not excluded", names)

@@ -100,7 +100,7 @@ def decide(
     limits = recipe.slurm
     streak = takewhile(lambda attempt: not gained(attempt), (closed, *reversed(earlier)))
     idle_attempts = [attempt for attempt in streak if _counts_as_idle(attempt)]
-    idle, alike = len(idle_attempts), _count_same_nodes(idle_attempts)
+    idle, alike = len(idle_attempts), _count_without_exclusion(idle_attempts)
     if alike >= limits.no_progress_limit and closed.ending != "divergence":
         message = f"{alike} attempts in a row without a new checkpoint (slurm.no_progress_limit)"
         evidence = (message, f"the last one: {closed.ending}", *closed.evidence)
@@ -129,7 +129,7 @@ def _counts_as_idle(attempt: AttemptRecord) -> bool:
     return attempt.ending != "divergence" and "PREEMPTED" not in str(attempt.evidence[:1])
 
 
-def _count_same_nodes(idle: Attempts) -> int:
+def _count_without_exclusion(idle: Attempts) -> int:
     """Count the attempts that excluded no new node.
 
     `idle`: those without a new checkpoint, latest first.

@@ -21,7 +21,7 @@ from typing import cast
 from slurmllm.core.config.resolve import RunConfig
 from slurmllm.core.errors import NodeError, StorageError
 from slurmllm.core.run.records import AttemptRecord
-from slurmllm.core.run.rundir import STAGES, RunDir, Stage, rank_files, storage_errors
+from slurmllm.core.run.rundir import STAGES, RunDir, Stage, files_by_rank, storage_errors
 from slurmllm.core.run.safe_files import (
     check_private_folder,
     open_append,
@@ -133,7 +133,7 @@ class _LocalFiles:
 
     def paths(self) -> dict[int, Path]:
         """Return the logs by rank."""
-        return rank_files(str(self.folder / "rank_"), ".log")
+        return files_by_rank(str(self.folder / "rank_"), ".log")
 
 
 def _copy(path: Path, target: Path) -> None:

@@ -367,7 +367,7 @@ def sweep_process(run: RunDir) -> str | None:
     if is_running(sweep.pid, sweep.process, b"slurmllm"):
         return f"process {sweep.pid}"
     runs = (RunDir(run.path.parent / case.run) for case in sweep.cases)
-    writes = (time.time() - last_written(other) < SILENT_S for other in runs)
+    writes = (time.time() - last_written(case) < SILENT_S for case in runs)
     if sweep.host != socket.gethostname() and any(writes):
         return f"process {sweep.pid} on {sweep.host}"
     return None

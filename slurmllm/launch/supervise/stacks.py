@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from slurmllm.core.format import format_ranks
 from slurmllm.core.run.records import Lines, Ranks
-from slurmllm.core.run.rundir import AttemptDir, read_rank_files
+from slurmllm.core.run.rundir import AttemptDir, read_by_rank
 from slurmllm.core.run.safe_files import read_limited
 
 # Frames as faulthandler and py-spy print them.
@@ -67,7 +67,7 @@ def read_locations(attempt: AttemptDir) -> dict[int, StackLocation]:
 
 def read_stacks(attempt: AttemptDir) -> dict[int, str]:
     """Return the dumps of the workers' stacks that can be read, by rank."""
-    return read_rank_files(attempt.stacks, lambda path: read_limited(path).decode(errors="replace"))
+    return read_by_rank(attempt.stacks, lambda path: read_limited(path).decode(errors="replace"))
 
 
 def stack_location(dump: str) -> StackLocation:

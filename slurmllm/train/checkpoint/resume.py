@@ -85,9 +85,11 @@ def find_resumable(
         log.info("restored step %d from %s", step, replica.location)
 
     def resumable(state: TrainState | None, step: int, skipped: Sequence[str]) -> Resumable:
-        newer = sorted((other for other in invalidated if other > step), reverse=True)
+        newer = sorted((number for number in invalidated if number > step), reverse=True)
         return Resumable(
-            state, tuple(skipped), tuple(f"step {other}: {invalidated[other]}" for other in newer)
+            state,
+            tuple(skipped),
+            tuple(f"step {number}: {invalidated[number]}" for number in newer),
         )
 
     skipped: list[str] = []

@@ -126,7 +126,7 @@ def _set_aside(run: RunDir, attempt: int, entry: PassedOver) -> PassedOver:
     """Move a checkpoint where its trainer does not look, if it is in the run's directory."""
     path, folder = Path(entry.path), run.path.resolve()
     if folder not in path.resolve().parents:
-        more = f"; not moved, as it is not in {folder}: its trainer may take it"
+        more = f"; not moved, as it is outside {folder}; its trainer may still load it"
         return entry.model_copy(update={"reason": entry.reason + more})
     target = run.set_aside / f"{attempt:03d}" / path.resolve().relative_to(folder)
     with storage_errors(f"cannot move {path} to {target}"):

@@ -230,9 +230,9 @@ def test_nodes_that_are_silent_beside_a_lost_one_are_waited_for(
         lambda _: cluster.states.update(n1=next(answers)),
     )
     held = ("n1", "n2")
-    assert nodes_to_avoid(cluster, TWO, ["n2"], [], job_id=job_id, held=held) == ["n2"]
+    assert nodes_to_avoid(cluster, TWO, ["n2"], [], job_id=job_id, held_nodes=held) == ["n2"]
     cluster.states.update(n1="idle", n3="down", n4="idle*")  # n4 is not the job's: not waited for
-    assert nodes_to_avoid(cluster, TWO, ["n2"], [], job_id=job_id, held=held) == []
+    assert nodes_to_avoid(cluster, TWO, ["n2"], [], job_id=job_id, held_nodes=held) == []
 
 
 def test_a_log_that_cannot_be_written_is_waited_for(tmp_path: Path) -> None:

@@ -83,7 +83,7 @@ def test_what_is_not_the_run_s_own_stays_and_is_said_to(run: RunDir, tmp_path: P
     for step in (10, 20):
         save(run, step, *OLMO, broken=step == 20)
     (entry,) = begin(run, adapter("olmo_core")).passed_over
-    assert entry.reason.endswith(f"not in {run.path}: its trainer may take it")
+    assert entry.reason.endswith(f"outside {run.path}; its trainer may still load it")
     assert (tmp_path / "scratch/step20").is_dir()
 
 
