@@ -11,13 +11,13 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from pydantic import ValidationError
 
 from slurmllm.core.config.families import FAMILIES, Activation, Family
 from slurmllm.core.config.families.family import REQUIRED
-from slurmllm.core.config.recipe import ModelConfig, RopeScaling
+from slurmllm.core.config.huggingface_rope import rope_fields, rope_settings, scaling_settings
+from slurmllm.core.config.recipe import ModelConfig
 from slurmllm.core.config.rules import broken_rules
 from slurmllm.core.config.yaml_source import Values, flatten
 from slurmllm.core.errors import ConfigError
@@ -36,8 +36,6 @@ ACTIVATION_NAMES: dict[Activation, Texts] = {
     "silu": ("silu", "swish"),
 }
 _ACTIVATIONS = {theirs: ours for ours, names in ACTIVATION_NAMES.items() for theirs in names}
-# Fields of `RopeScaling`, whose names are transformers'.
-_SCALING = tuple(name for name in RopeScaling.model_fields if name != "kind")
 
 
 @dataclass(frozen=True)
@@ -104,10 +102,10 @@ def read_config(directory: Path, name: str = CONFIG) -> tuple[SourceConfig | Non
     except ValidationError as error:
         for fault in error.errors():
             field, *inner = map(str, fault["loc"])
-            key = dialect.keys.get(field, (field, None))[0]
-            problem = f"{fault['input']!r}: {fault['msg']}"
+            key = ".".join([dialect.keys.get(field, (field, None))[0], *inner])
+            problem = f"{fault['input']!r}: {fault['msg'].removeprefix('Value error, ')}"
             if fault["type"] == "missing":
-                problem = " ".join([*inner, "is missing"])
+                problem = "is missing"
             faults.append(f"{key}: {problem}")
     for key in ("bos_token_id", "eos_token_id"):
         value = values.get(key)
@@ -173,29 +171,7 @@ def _model_fields(values: Values, family: Family, faults: list[str]) -> Values:
         fields["head_dim"] = None
     if family.positions != "rotary":
         return fields
-    # Version 5 has the settings in rope_parameters, 4 at the top level; both prefer rope_scaling.
-    rope: Mapping[str, Any] = {}
-    for key in ("rope_parameters", "rope_scaling"):
-        inner = values.get(key) or {}
-        if not isinstance(inner, Mapping):
-            faults.append(f"{key}: must be a mapping, not {inner!r}")
-            continue
-        kind = inner.get("rope_type", inner.get("type", "default"))
-        if kind not in ("default", "llama3"):
-            faults.append(
-                f"{key}: positions scaled by {kind!r} are not supported; only 'default' and "
-                "'llama3' are"
-            )
-        rope = inner or rope
-    settings = {key: value for key, value in (*values.items(), *rope.items()) if value is not None}
-    fields["rotary_pct"] = settings.get(
-        "partial_rotary_factor", settings.get("rotary_pct", family.defaults["rotary_pct"])
-    )
-    fields["rotary_base"] = settings.get("rope_theta", settings.get("rotary_emb_base", 10000.0))
-    if rope.get("rope_type", rope.get("type")) == "llama3":
-        scaling = {name: rope[name] for name in _SCALING if name in rope}
-        fields["rope_scaling"] = {"kind": "llama3", **scaling}
-    return fields
+    return {**fields, **rope_fields(values, family, faults)}
 
 
 def config_faults(model: ModelConfig) -> list[str]:
@@ -238,14 +214,9 @@ def write_config(
         "use_cache": True,
     }
     if FAMILIES[model.family].positions == "rotary":
-        values["rope_parameters"] = {
-            "rope_type": "default",
-            "rope_theta": model.rotary_base,
-            "partial_rotary_factor": model.rotary_pct,
-        }
+        values["rope_parameters"] = rope_settings(
+            model.rotary_base, model.rotary_pct, model.rope_scaling
+        )
     if model.rope_scaling is not None:
-        scaling = model.rope_scaling.model_dump()
-        scaling["rope_type"] = scaling.pop("kind")
-        values["rope_parameters"] |= scaling
-        values["rope_scaling"] = scaling
+        values["rope_scaling"] = scaling_settings(model.rope_scaling)
     path.write_text(json.dumps(dict(sorted(values.items())), indent=2) + "\n", encoding="utf-8")

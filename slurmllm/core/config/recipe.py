@@ -6,14 +6,16 @@ Batches count sequences, lengths count tokens. Field names are the ones that `--
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
     BeforeValidator,
     Field,
     NonNegativeInt,
+    SerializerFunctionWrapHandler,
     ValidationInfo,
     field_validator,
+    model_serializer,
     model_validator,
 )
 
@@ -41,18 +43,92 @@ from slurmllm.core.plugins import PluginRef, split_prefix
 
 
 class RopeScaling(Section):
-    """Rotary frequencies for texts longer than those of the first training (Llama 3.1)."""
+    """Rotary frequencies for texts longer than those of the first training."""
 
-    kind: Literal["llama3"]
-    """The scaling: that of Llama 3.1 and 3.2."""
+    kind: Literal["llama3", "yarn", "linear", "dynamic"]
+    """The scaling: llama3 (Llama 3.1 and 3.2), yarn (arXiv 2309.00071), linear, or dynamic, which
+    within model.seq_len changes nothing. Each has some of the fields below."""
     factor: Annotated[float, Field(ge=1, allow_inf_nan=False)]
-    """Low frequencies are divided by this."""
-    low_freq_factor: PositiveFloat
-    """Low are the frequencies that turn at most so many times in the original length."""
-    high_freq_factor: PositiveFloat
-    """Frequencies that turn at least so many times stay; between the two the factor is blended."""
-    original_max_position_embeddings: PositiveInt
-    """Tokens in a sequence of the first training."""
+    """Low frequencies are divided by this; with linear all are."""
+    original_max_position_embeddings: PositiveInt | None = None
+    """llama3, yarn: tokens in a sequence of the first training."""
+    low_freq_factor: PositiveFloat | None = None
+    """llama3: low are the frequencies that turn at most so many times in the original length."""
+    high_freq_factor: PositiveFloat | None = None
+    """llama3: frequencies that turn at least so many times stay; between the two the factor is
+    blended."""
+    beta_fast: PositiveFloat | None = None
+    """yarn: frequencies that turn at least so many times in the original length stay; 32."""
+    beta_slow: PositiveFloat | None = None
+    """yarn: frequencies that turn at most so many times are divided; 1."""
+    truncate: bool | None = None
+    """yarn: round the range of blended dimensions to whole ones; true."""
+    attention_factor: PositiveFloat | None = None
+    """yarn: rotated queries and keys are multiplied by this; by default it follows from mscale and
+    mscale_all_dim, else it is 1 + ln(factor) / 10."""
+    mscale: PositiveFloat | None = None
+    """yarn: attention_factor is (1 + mscale · ln(factor) / 10) / (1 + mscale_all_dim · ln(factor) /
+    10)."""
+    mscale_all_dim: PositiveFloat | None = None
+    """yarn: set with mscale."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _has_fields_of_its_kind(cls, values: Any) -> Any:
+        kind = values.get("kind") if isinstance(values, Mapping) else None
+        kind_fields = SCALING_FIELDS.get(str(kind))
+        if kind_fields is None:
+            return values  # the fields have faults of their own
+        set_fields = {name: value for name, value in values.items() if value is not None}
+        for name in set_fields:
+            if name in cls.model_fields and name not in {"kind", *kind_fields}:
+                raise ValueError(
+                    f"{name} is not a field of the scaling {kind}, which has "
+                    f"{', '.join(kind_fields)}; leave it out"
+                )
+        filled = {**kind_fields, **set_fields}
+        if missing := [name for name, value in filled.items() if value is ...]:
+            raise ValueError(f"{', '.join(missing)} must be set with kind {kind}")
+        return filled
+
+    @model_validator(mode="after")
+    def _fields_agree(self) -> Self:
+        if (self.mscale is None) != (self.mscale_all_dim is None):
+            raise ValueError("mscale and mscale_all_dim must be set together, or left out")
+        slow = self.beta_slow
+        fast = self.beta_fast
+        if slow is not None and fast is not None and slow > fast:
+            raise ValueError(
+                f"beta_slow {slow:g} is greater than beta_fast {fast:g}; choose a smaller one"
+            )
+        return self
+
+    @model_serializer(mode="wrap")
+    def _dump_set_fields(self, dump: SerializerFunctionWrapHandler) -> Values:
+        return {name: value for name, value in dump(self).items() if value is not None}
+
+
+# Kind of scaling → its fields with their defaults; `...`: must be set.
+SCALING_FIELDS: Mapping[str, Values] = {
+    "llama3": {
+        "factor": ...,
+        "low_freq_factor": ...,
+        "high_freq_factor": ...,
+        "original_max_position_embeddings": ...,
+    },
+    "yarn": {
+        "factor": ...,
+        "original_max_position_embeddings": ...,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "truncate": True,
+        "attention_factor": None,
+        "mscale": None,
+        "mscale_all_dim": None,
+    },
+    "linear": {"factor": ...},
+    "dynamic": {"factor": ...},
+}
 
 
 class ModelConfig(Section):
@@ -83,7 +159,7 @@ class ModelConfig(Section):
     rotary_base: PositiveFloat = 10000.0
     """Base of the rotary angles."""
     rope_scaling: RopeScaling | None = None
-    """Scaled rotary frequencies (Llama 3.1 and 3.2); none by default."""
+    """Scaled rotary frequencies (Llama 3.1, YaRN); none by default."""
     activation: Activation
     """Between the matrices of the feed-forward layer: gelu (by erf), gelu_tanh or silu; the
     family's."""

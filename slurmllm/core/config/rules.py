@@ -129,9 +129,15 @@ def _with_option(name: str) -> str:
 _require(
     "model.rope_scaling.low_freq_factor",
     "model.rope_scaling.high_freq_factor",
-    holds=lambda low, high: low < high,
+    holds=lambda low, high: None in (low, high) or low < high,
     fault="model.rope_scaling.low_freq_factor: {:g} is not less than high_freq_factor {:g}; choose "
     "a smaller low_freq_factor, such as 1 and 4 (Llama 3.1)",
+)
+_require(
+    "model.rope_scaling.kind",
+    "model.rotary_base",
+    holds=lambda kind, base: kind != "yarn" or base > 1,
+    fault="model.rotary_base: {1:g} does not go with the scaling yarn; choose a base above 1",
 )
 
 

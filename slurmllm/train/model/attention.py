@@ -35,26 +35,88 @@ def rotary_table(
     """Return cosines and sines of every position, fp32 [2, seq, head_dim / 2], on the CPU."""
     # Always on the CPU: devices round cos and sin differently.
     rotated = rotary_dims(head_dim, pct)
+    turning, attention_factor = _frequencies(seq_len, rotated, base, scaling)
     frequencies = torch.zeros(head_dim // 2, dtype=torch.float32, device="cpu")
-    exponents = torch.arange(0, rotated, 2, dtype=torch.float32, device="cpu") / max(rotated, 1)
-    frequencies[: rotated // 2] = 1.0 / base**exponents
-    if scaling is not None:
-        frequencies = _scaled(frequencies, scaling)
+    frequencies[: rotated // 2] = turning
     angles = torch.outer(torch.arange(seq_len, dtype=torch.float32, device="cpu"), frequencies)
-    return torch.stack([angles.cos(), angles.sin()])
+    table = torch.stack([angles.cos(), angles.sin()])
+    # Not of dimensions that do not rotate.
+    table[..., : rotated // 2] *= attention_factor
+    return table
 
 
-def _scaled(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
-    """Return Llama 3.1's frequencies, as transformers' `_compute_llama3_parameters` rounds them."""
+def _frequencies(
+    seq_len: int, rotated: int, base: float, scaling: RopeScaling | None
+) -> tuple[Tensor, float]:
+    """Return the frequencies, [rotated / 2], and the factor of cosines and sines.
+
+    Rounded as by transformers 5.24, modeling_rope_utils.py.
+    """
+    if scaling is not None and scaling.kind == "dynamic" and rotated > 2:
+        # Only longer texts get another base; the growth is 1 but for rounding.
+        growth = scaling.factor * seq_len / seq_len - (scaling.factor - 1)
+        base = base * growth ** (rotated / (rotated - 2))
+    exponents = torch.arange(0, rotated, 2, dtype=torch.float32, device="cpu") / max(rotated, 1)
+    lengths = base**exponents
+    frequencies = 1.0 / lengths
+    if scaling is None or scaling.kind == "dynamic":
+        return frequencies, 1.0
+    if scaling.kind == "linear":
+        return frequencies / scaling.factor, 1.0
+    if scaling.kind == "llama3":
+        return _llama3_frequencies(frequencies, scaling), 1.0
+    divided = 1.0 / (scaling.factor * lengths)
+    kept = 1 - _yarn_ramp(rotated, base, scaling)
+    return divided * (1 - kept) + frequencies * kept, _yarn_attention_factor(scaling)
+
+
+def _llama3_frequencies(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
     low = scaling.low_freq_factor
     high = scaling.high_freq_factor
     original = scaling.original_max_position_embeddings
+    assert low is not None
+    assert high is not None
+    assert original is not None
     lengths = 2 * math.pi / frequencies  # of one turn, tokens
     divided = torch.where(lengths > original / low, frequencies / scaling.factor, frequencies)
     share = (original / lengths - low) / (high - low)
     blended = (1 - share) * divided / scaling.factor + share * divided
     between = (lengths >= original / high) & (lengths <= original / low)
     return torch.where(between, blended, divided)
+
+
+def _yarn_ramp(rotated: int, base: float, scaling: RopeScaling) -> Tensor:
+    """Return the share of the factor that each frequency is divided by, [rotated / 2].
+
+    Peng et al. 2023 (arXiv 2309.00071), equations 17 and 18.
+    """
+
+    def dimension(turns: float | None) -> float:
+        original = scaling.original_max_position_embeddings
+        assert turns is not None
+        assert original is not None
+        return (rotated * math.log(original / (turns * 2 * math.pi))) / (2 * math.log(base))
+
+    first = dimension(scaling.beta_fast)
+    last = dimension(scaling.beta_slow)
+    if scaling.truncate:
+        first = math.floor(first)
+        last = math.ceil(last)
+    first = max(first, 0)
+    last = min(last, rotated - 1)
+    if first == last:
+        last += 0.001
+    dimensions = torch.arange(rotated // 2, dtype=torch.float32, device="cpu")
+    return ((dimensions - first) / (last - first)).clamp(0, 1)
+
+
+def _yarn_attention_factor(scaling: RopeScaling) -> float:
+    if scaling.attention_factor is not None:
+        return scaling.attention_factor
+    log = math.log(scaling.factor)
+    if scaling.mscale is None or scaling.mscale_all_dim is None:
+        return 0.1 * log + 1.0
+    return (0.1 * scaling.mscale * log + 1.0) / (0.1 * scaling.mscale_all_dim * log + 1.0)
 
 
 def rotate(x: Tensor, table: Tensor) -> Tensor:

@@ -34,7 +34,13 @@ tiny_neox  | model.head_dim=64 | 64 times 6 heads is not model.hidden_size 192, 
 tiny_llama | model.head_dim=33 | 33 is odd, but rotary positions need pairs of dimensions; choose 32
 tiny_neox  | model.hidden_size=198 | 6 heads of 198 give 33 dimensions a head, but rotary positions
 tiny_neox  | model.hidden_size=193 | 6 does not divide model.hidden_size 193; choose
-tiny_llama | ROPE kind=yarn | 'yarn' (--set model.rope_scaling.kind=yarn): must be 'llama3'
+tiny_llama | ROPE kind=su | (--set model.rope_scaling.kind=su): must be 'llama3', 'yarn', 'linear'
+tiny_llama | ROPE kind=yarn | low_freq_factor is not a field of the scaling yarn, which has factor,
+tiny_llama | ROPE beta_fast=32 | beta_fast is not a field of the scaling llama3, which has factor, l
+tiny_llama | ROPE low_freq_factor=null | low_freq_factor must be set with kind llama3
+tiny_llama | YARN beta_slow=33 | beta_slow 33 is greater than beta_fast 32; choose a smaller one
+tiny_llama | YARN mscale=1 | mscale and mscale_all_dim must be set together, or left out
+tiny_llama | YARN model.rotary_base=1 | 1 does not go with the scaling yarn; choose a base above 1
 tiny_llama | ROPE factor=0.5 | factor=0.5): must be greater than or equal to 1
 tiny_llama | ROPE low_freq_factor=4 | low_freq_factor: 4 is not less than high_freq_factor 4; choose
 tiny_gpt3  | ROPE | gpt3 has no scaled positions; leave it out, or choose model.family llama or qwen
@@ -59,15 +65,18 @@ tiny_neox  | eval.every_steps=5 | eval.every_steps: 5, but no text is held out; 
 """
 ROPE = {"kind": "llama3", "factor": "8", "low_freq_factor": "1", "high_freq_factor": "4"}
 ROPE["original_max_position_embeddings"] = "64"
+YARN = {"kind": "yarn", "factor": "8", "original_max_position_embeddings": "64"}
 
 
 def overrides_of(text: str) -> list[str]:
     words = text.replace("FFN", "model.ffn_hidden_size").replace("PAD", "model.vocab_pad_multiple")
     first, *others = words.split()
-    if first != "ROPE":
+    if first not in ("ROPE", "YARN"):
         return [first, *others]
-    scaling = ROPE | dict(other.split("=") for other in others)
-    return [f"model.rope_scaling.{name}={value}" for name, value in scaling.items()]
+    changes = dict(other.split("=") for other in others)
+    scaling = (ROPE if first == "ROPE" else YARN) | changes
+    names = {name: name if "." in name else f"model.rope_scaling.{name}" for name in scaling}
+    return [f"{names[name]}={value}" for name, value in scaling.items()]
 
 
 @pytest.mark.parametrize("case", BROKEN.strip().splitlines())
@@ -86,6 +95,7 @@ def test_one_fault_with_value_rule_and_remedy(case: str) -> None:
         ("tiny_llama", "parallel.tensor=6 FFN=576 PAD=6"),
         ("tiny_llama", "model.scaled_init=false model.output_init_std=0.01"),
         ("tiny_llama", "ROPE"),
+        ("tiny_llama", "YARN mscale=0.7 mscale_all_dim=1 truncate=false"),
         (
             "tiny_llama",
             "model.family=qwen3 model.head_dim=64 model.num_heads=5 model.num_kv_heads=1",

@@ -55,6 +55,8 @@ SCALED = {
     **{"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0},
     **{"high_freq_factor": 4.0, "original_max_position_embeddings": 16},
 }
+YARN = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "truncate": False}
+YARN["original_max_position_embeddings"] = 6
 MODELS: list[tuple[str, dict[str, Any]]] = [
     ("neox", {"rope_parameters": {**ROPE, "partial_rotary_factor": 0.5}, "attention_bias": False}),
     ("neox", {"use_parallel_residual": False, "hidden_act": "gelu_fast", "num_hidden_layers": 1}),
@@ -63,7 +65,10 @@ MODELS: list[tuple[str, dict[str, Any]]] = [
     ("llama", {"rope_parameters": SCALED, "num_key_value_heads": 1, "head_dim": 10}),
     ("llama", {"attention_bias": True, "mlp_bias": True, "num_key_value_heads": 4}),
     ("llama", {"rope_parameters": ROPE, "tie_word_embeddings": True, "rms_norm_eps": 1e-5}),
+    ("llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 100.0, "factor": 3}}),
+    ("llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 100.0, "factor": 2.3}}),
     ("qwen3", {"rope_parameters": SCALED, "attention_bias": True}),
+    ("qwen3", {"rope_parameters": YARN}),
     ("qwen3", {"tie_word_embeddings": True, "num_attention_heads": 2, "num_key_value_heads": 1}),
     ("gpt3", {"tie_word_embeddings": False, "activation_function": "gelu", "n_inner": None}),
     ("gpt3", {"n_head": 1, "layer_norm_epsilon": 1e-6, "n_positions": 2}),

@@ -74,13 +74,18 @@ def tensors(source: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> 
         ("llama", {"architectures": None, "model_type": None}, "must name the model's class"),
         (
             "llama",
-            {"rope_scaling": {"type": "linear", "factor": 2.0}},
-            "rope_scaling: positions scaled by 'linear' are not supported",
+            {"rope_scaling": {"type": "longrope", "factor": 2.0}},
+            "rope_scaling: positions scaled by 'longrope' are not supported; known are 'default', ",
         ),
         (
             "llama",
             {"rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5}},
-            "rope_scaling: factor is missing",
+            "factor, low_freq_factor, high_freq_factor must be set with kind llama3",
+        ),
+        (
+            "qwen3",
+            {"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "mrope_section": [2, 2]}},
+            "rope_scaling.mrope_section: [2, 2] is not known for 'yarn'",
         ),
         ("qwen3", {"use_sliding_window": True}, "use_sliding_window: True is not supported"),
         ("llama", {"rope_parameters": {"partial_rotary_factor": 0.5}}, "model.rotary_pct: 0.5"),
@@ -108,12 +113,12 @@ def test_configs(
 
 def test_all_faults_at_once(copy: Callable[[str], Path]) -> None:
     source = copy("sharded")
-    settings(source, hidden_act="relu", rope_scaling={"type": "yarn"}, bos_token_id="<s>")
+    settings(source, hidden_act="relu", rope_scaling={"type": "su"}, bos_token_id="<s>")
     shard = source / "model-00001-of-00005.safetensors"
     shard = shard if shard.exists() else sorted(source.glob("*.safetensors"))[0]
     shard.unlink()
     message = refused(source)
-    for part in ("'relu'", "'yarn'", "'<s>'", f"{shard.name} cannot be read: No such file"):
+    for part in ("'relu'", "'su'", "'<s>'", f"{shard.name} cannot be read: No such file"):
         assert part in message
     assert "4 errors" in message
 

@@ -69,13 +69,25 @@ def configs(draw: st.DrawFn, family: str) -> ModelConfig:
 @st.composite
 def rope_scalings(draw: st.DrawFn) -> dict[str, Any]:
     """Scalings that divide, blend and keep frequencies of texts as short as the test's."""
-    return {
-        "kind": "llama3",
-        "factor": draw(st.sampled_from([1.0, 2.0, 8.0])),
-        "low_freq_factor": draw(st.sampled_from([0.5, 1.0])),
-        "high_freq_factor": draw(st.sampled_from([2.0, 4.0])),
-        "original_max_position_embeddings": draw(st.sampled_from([8, 20, 8192])),
-    }
+    kind = draw(st.sampled_from(["llama3", "yarn", "linear", "dynamic"]))
+    values = {"kind": kind, "factor": draw(st.sampled_from([1.0, 2.0, 2.3, 8.0]))}
+    if kind in ("llama3", "yarn"):
+        values["original_max_position_embeddings"] = draw(st.sampled_from([8, 20, 8192]))
+    if kind == "llama3":
+        values["low_freq_factor"] = draw(st.sampled_from([0.5, 1.0]))
+        values["high_freq_factor"] = draw(st.sampled_from([2.0, 4.0]))
+    if kind == "yarn":
+        values["truncate"] = draw(st.booleans())
+        values |= draw(
+            st.sampled_from(
+                [
+                    {},
+                    {"beta_fast": 3, "beta_slow": 0.3, "attention_factor": 1.25},
+                    {"mscale": 0.7, "mscale_all_dim": 1.0},
+                ]
+            )
+        )
+    return values
 
 
 ACTIVATIONS = {"gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh", "silu": "silu"}
@@ -114,7 +126,7 @@ def reference(c: ModelConfig) -> nn.Module:
     }
     rope = {"rope_type": "default", "rope_theta": c.rotary_base}
     if c.rope_scaling is not None:
-        rope |= c.rope_scaling.model_dump(exclude={"kind"}) | {"rope_type": "llama3"}
+        rope |= c.rope_scaling.model_dump(exclude={"kind"}) | {"rope_type": c.rope_scaling.kind}
     if c.family != "neox":
         common |= {
             "num_key_value_heads": c.kv_heads,

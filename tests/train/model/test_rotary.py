@@ -1,9 +1,11 @@
 """One full-width rotation with zero frequencies equals slicing, turning and concatenating."""
 
+from typing import Any
+
 import pytest
 import torch
 from amounts import amount
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from mesh_pool import small_run
 from rounding import assert_rounded, forward_terms
@@ -11,6 +13,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 from slurmllm.core.config.families import FAMILIES
+from slurmllm.core.config.recipe import RopeScaling
 from slurmllm.train.model.attention import (
     document_blocks,
     document_mask,
@@ -20,6 +23,9 @@ from slurmllm.train.model.attention import (
 )
 from slurmllm.train.model.decoder import CausalCore, build_model
 from slurmllm.train.model.init import initialize
+from train.model.test_against_transformers import rope_scalings
+
+transformers = pytest.importorskip("transformers")
 
 pytestmark = pytest.mark.numerics
 
@@ -53,6 +59,38 @@ def test_unturned_pairs_pass_unchanged() -> None:
     assert torch.equal(table[1, :, 2:], torch.zeros(5, 2))
     x = torch.randn(1, 5, 2, 8)
     assert torch.equal(rotate(x, table)[..., [2, 3, 6, 7]], x[..., [2, 3, 6, 7]])
+
+
+@settings(max_examples=amount(100, of=3000), derandomize=True)
+@given(
+    scaling=rope_scalings(),
+    head_dim=st.sampled_from([4, 6, 10, 24, 80, 128]),
+    pct=st.sampled_from([0.5, 1.0]),
+    base=st.sampled_from([10.0, 5e5, 1234567.8]),
+    seq_len=st.sampled_from([7, 100, 8191]),
+)
+def test_scaled_frequencies_are_transformers_(
+    scaling: dict[str, Any], head_dim: int, pct: float, base: float, seq_len: int
+) -> None:
+    rotated = int(head_dim * pct) // 2 * 2
+    config = transformers.GPTNeoXConfig(
+        max_position_embeddings=seq_len,
+        rope_parameters={
+            **{"rope_type": scaling["kind"], "rope_theta": base},
+            **{"partial_rotary_factor": rotated / head_dim},
+            **{name: value for name, value in scaling.items() if name != "kind"},
+        },
+    )
+    config.head_dim = head_dim
+    assume(rotated > 2)  # transformers divides by rotated - 2
+    compute = transformers.modeling_rope_utils.ROPE_INIT_FUNCTIONS[scaling["kind"]]
+    frequencies, factor = compute(config)
+    angles = torch.outer(torch.arange(seq_len).float(), frequencies)
+    parsed = RopeScaling.model_validate(scaling)
+    table = rotary_table(seq_len, head_dim, rotated / head_dim, base, parsed)
+    half = rotated // 2
+    assert torch.equal(table[..., :half], torch.stack([angles.cos(), angles.sin()]) * factor)
+    assert torch.equal(table[0, :, half:], torch.ones(seq_len, head_dim // 2 - half))
 
 
 def test_precision_of_the_input_is_kept() -> None:
