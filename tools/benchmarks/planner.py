@@ -1,14 +1,14 @@
 """The planner against published runs: each model predicted from constants fitted without it.
 
-python tools/benchmarks/planner.py [--rows] [--fit] [--write]
+python tools/benchmarks/planner.py [--rows] [--fit] [--write] [--halves]
 
 docs/plan.md explains the columns. Generations of software are fitted apart: GPU rows of 2023-24,
 and those of 2026, on one GPU. On trn1 a layout was measured with up to six releases of the SDK: its
 figure is their median ("layouts").
 
 --fit prints the constants fitted to all rows; profiles are changed by hand. --write replaces
-slurmllm/plan/published_runs.csv, from which `plan` has its intervals. Exit code 1 if a goal is
-missed.
+slurmllm/plan/published_runs.csv, from which `plan` has its intervals. --halves only predicts the
+rows of published_gpu_2.csv, with the shipped constants. Exit code 1 if a goal is missed.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+from planner_halves import print_halves
 from published_rows import Row, chosen_meshes, rows
 
 from slurmllm.plan.evidence import FILE, MeasuredRun, generations, half_width, outside
@@ -288,7 +289,11 @@ def main() -> None:
     parser.add_argument("--rows", action="store_true", help="print every row")
     parser.add_argument("--fit", action="store_true", help="print the constants that fit best")
     parser.add_argument("--write", action="store_true", help=f"replace {FILE.name}")
+    parser.add_argument("--halves", action="store_true", help="print both halves of other rows")
     options = parser.parse_args()
+    if options.halves:
+        print_halves(options.rows)
+        return
     every_result: list[Result] = []
     hits: list[bool] = []
     missed: list[str] = []

@@ -6,14 +6,16 @@ import csv
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
+from hashlib import sha256
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
+from slurmllm.core.config.recipe import TrainConfig
 from slurmllm.core.config.resolve import RunConfig, resolve
 from slurmllm.plan.mesh import Mesh
 
 FOLDER = Path(__file__).parent / "published"
-
+PRECISIONS = get_args(TrainConfig.model_fields["precision"].annotation)
 
 _RECIPES = {"gpt3": "gpt3_125m", "neox": "pythia_160m", "llama": "llama2_7b"}
 
@@ -56,8 +58,15 @@ def _llama(
     return _shape("llama", layers, hidden, heads, kv_heads, ffn, vocab)
 
 
+def _nemotron(layers: int, hidden: int, heads: int) -> Shape:
+    """Nemotron 4: a gated layer stands for its relu², of as many weights, FLOPs and bytes."""
+    return _llama(layers, hidden, heads, 8, 8 * hidden // 3, 256000)
+
+
 # Llama 1 to 3: their papers and config.json; GPT-3: Brown et al. 2020, table 2.1, and
-# neuronx-nemo-megatron's gpt_23b.sh, gpt_46b.sh; MPT: llm-foundry's mcli and throughput configs.
+# neuronx-nemo-megatron's gpt_23b.sh, gpt_46b.sh; MPT: llm-foundry's mcli and throughput configs;
+# Llama 2 34B: fms-fsdp's config_utils.py; InternLM: InternEvo's 7B_sft.py; Nemotron 4: NeMo's
+# nemotron.py; BLOOM: its preliminary runs, hidden size × layers and heads, with ALiBi.
 SHAPES = {
     "Pythia-6.9B": _neox(32, 4096, 32),
     "GPT-NeoX-20B": _neox(44, 6144, 64),
@@ -84,6 +93,19 @@ SHAPES = {
     "MPT-7b": _gpt(32, 4096, 32, 50368),
     "MPT-13b": _gpt(40, 5120, 40, 50368),
     "MPT-70b": _gpt(80, 8192, 64, 50368),
+    "MPT-1b": _gpt(24, 2048, 16, 50368),
+    "MPT-3b": _gpt(32, 2560, 20, 50368),
+    "MPT-30b": _gpt(48, 7168, 56, 50368),
+    "GPT3-5B": _gpt(24, 4096, 32),
+    "Llama-2-34B": _llama(48, 8192, 64, 8, 22016),
+    "InternLM-7B": _llama(32, 4096, 32, 32, 11008, 103168),
+    "Nemotron-4-15B": _nemotron(32, 6144, 48),
+    "Nemotron-4-340B": _nemotron(96, 18432, 96),
+    **{
+        f"BLOOM-{hidden}x{layers}-h{heads}": _gpt(layers, hidden, heads, 250880)
+        for hidden, layers in ((14336, 72), (13824, 78), (13312, 84), (12288, 96))
+        for heads in (64, 96, 112, 128)
+    },
 }
 
 
@@ -99,39 +121,50 @@ class Row:
     measured: float  # sequences a second, of all nodes
     source: str
     generation: str  # years of its software
+    precision: str  # of the recipe
+    network_is_stated: bool  # by the source; else the profile's
+    group: str  # repository and model; its rows are in one half
+    half: str  # fit or held_out; empty: of published_gpu.csv and published_trn1.csv
 
 
 def rows(file: str) -> Iterator[Row]:
-    """The rows of a file in `published/`, those with context parallelism left out."""
+    """The rows of a file in `published/`, those that no recipe can express left out."""
     with (FOLDER / file).open(encoding="utf-8") as lines:
         for row in csv.DictReader(lines):
-            if row["cp"] == "1":
+            if row["cp"] == "1" and precision(row["precision"].lower()) in PRECISIONS:
                 yield _row(row)
+
+
+def half(group: str) -> str:
+    """The half of a group's rows, by a rule older than any prediction of them."""
+    return "held_out" if sha256(group.encode()).digest()[-1] % 2 else "fit"
 
 
 def _row(row: dict[str, str]) -> Row:
     seq_len, nodes = int(row["seq_len"]), int(row["nodes"])
     tensor, pipeline, data = (int(row[name]) for name in ("tp", "pp", "dp"))
-    cluster, network = _cluster(row["hardware"])
+    cluster, hardware = _cluster(row)
     mesh_overrides = (f"parallel.tensor={tensor}", f"parallel.pipeline={pipeline}")
-    overrides = [*network, *recipe_overrides(row), *mesh_overrides]
+    overrides = [*hardware, *recipe_overrides(row), *mesh_overrides]
     config = configuration(row["model"], seq_len, cluster, overrides)
     per_node = tensor * pipeline * data // nodes
-    mesh = Mesh(
-        nodes, per_node, tensor, pipeline, data, int(row["global_batch"]), int(row["microbatch"])
-    )
+    batches = int(row["global_batch"]), int(row["microbatch"])
+    chunks, copies = (int(row.get(name) or 1) for name in ("virtual_pipeline", "replicate"))
+    degrees = nodes, per_node, tensor, pipeline, data
+    mesh = Mesh(*degrees, *batches, virtual_pipeline=chunks, replicate=copies)
     measured = float(row["throughput_value"])
     if row["throughput_unit"].startswith("tokens/s"):
         measured /= seq_len
-    origin = row["source"], row["generation"]
-    return Row(row["id"], row["model"], row["hardware"], config, mesh, measured, *origin)
+    origin = row["source"], row["generation"], config.recipe.train.precision
+    halves = bool(network(row)), row.get("group", ""), row.get("half", "")
+    return Row(row["id"], row["model"], row["hardware"], config, mesh, measured, *origin, *halves)
 
 
 def recipe_overrides(row: dict[str, str]) -> list[str]:
     return [
         f"train.global_batch={row['global_batch']}",
         f"train.micro_batch={row['microbatch']}",
-        f"train.precision={_precision(row['precision'].lower())}",
+        f"train.precision={precision(row['precision'].lower())}",
         f"train.activation_checkpointing={_checkpointing(row['activation_ckpt'])}",
         f"parallel.sequence={'true' if row['sequence_parallel'] == 'yes' else 'false'}",
         f"parallel.zero={zero_stage(row['zero1'])}",
@@ -144,21 +177,27 @@ def configuration(model: str, seq_len: int, cluster: str, overrides: list[str]) 
     return resolve(shape.recipe, cluster, [*steps, *shape.overrides, *overrides])
 
 
-def _cluster(hardware: str) -> tuple[str, list[str]]:
-    """The profile, and what of it was otherwise: the clusters of MosaicML's tables."""
-    if hardware.startswith("trn1"):
-        return "trn1", []
-    if hardware == "H100-80GB":
-        return "p5", []
-    if hardware == "H200-141GB":
-        return "p5e", []
+def _cluster(row: dict[str, str]) -> tuple[str, list[str]]:
+    """The profile, and what of it was otherwise."""
+    hardware = row["hardware"]
+    kinds = {"trn1": "trn1", "H100": "p5", "H200": "p5e", "B200": "p6-b200"}
+    a100 = "p4de" if "80GB" in hardware else "p4d"
+    profile = next((name for kind, name in kinds.items() if hardware.startswith(kind)), a100)
+    stated = {"network_gb_s": network(row), "memory_gb_s": row.get("memory_gb_s")}
+    return profile, [f"cluster.hardware.{name}={value}" for name, value in stated.items() if value]
+
+
+def network(row: dict[str, str]) -> str:
+    """GB/s of a node, where the source states it."""
+    if "half" in row or not row["hardware"].startswith("A100"):
+        return row.get("network_gb_s", "")
     # llm-foundry's: "1600 Gbps node-node interconnect (RoCE)".
-    speed = 100 if hardware.endswith("800 Gbit/s") else 200
-    faster = [f"cluster.hardware.network_gb_s={speed}"]
-    return ("p4de" if "80GB" in hardware else "p4d"), faster
+    return "100" if row["hardware"].endswith("800 Gbit/s") else "200"
 
 
-def _precision(cell: str) -> str:
+def precision(cell: str) -> str:
+    if "fp8" in cell:
+        return "fp8_mixed"
     if "sr fp32 opt" in cell:
         return "bf16_mixed"
     if "bf16sr" in cell or "stochastic" in cell or "pure bf16" in cell:
@@ -169,6 +208,8 @@ def _precision(cell: str) -> str:
 
 
 def _checkpointing(cell: str) -> str:
+    if cell.startswith("["):
+        return cell
     if "MLP)" in cell:  # CoreAttention and the feed-forward layer
         return "[core, mlp]"
     return next((mode for mode in ("full", "selective") if mode in cell.lower()), "none")

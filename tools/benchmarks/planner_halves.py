@@ -1,0 +1,110 @@
+"""Rows of published_gpu_2.csv against the shipped constants: one half for fitting, one held out.
+
+`planner.py --halves` prints this. The half of a row follows from its repository and model, so that
+rows of one table are together.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from published_rows import Row, rows
+
+from slurmllm.plan.evidence import evidence
+from slurmllm.plan.search import known_hardware, predict
+
+FILE = "published_gpu_2.csv"
+HALVES = ("fit", "held_out")
+SLOW_GB_S = 100  # of a node's network: 800 Gbit/s
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """A row, and what the planner says of it."""
+
+    row: Row
+    ratio: float  # predicted over published
+    is_inside: bool  # whether the interval has the published value
+    status: str  # of its evidence
+
+    @property
+    def error(self) -> float:
+        return abs(self.ratio - 1)
+
+    @property
+    def is_fp8(self) -> bool:
+        return self.row.precision == "fp8_mixed"
+
+
+def predictions() -> list[Prediction]:
+    return [prediction(row) for row in rows(FILE)]
+
+
+def prediction(row: Row) -> Prediction:
+    candidate = predict(row.config, row.mesh)
+    published = evidence(candidate)
+    low, high = published.interval or (candidate.seq_per_s, candidate.seq_per_s)
+    ratio = candidate.seq_per_s / row.measured
+    return Prediction(row, ratio, low <= row.measured <= high, published.status)
+
+
+def _kinds(every: Sequence[Prediction]) -> Iterator[tuple[str, Callable[[Prediction], bool]]]:
+    """Yield name → which rows in bf16; a line of FP8 is last."""
+
+    def network(of: Prediction) -> str:
+        if of.row.mesh.nodes == 1:
+            return "one node"
+        if not of.row.network_is_stated:
+            return "nodes, network not stated"
+        speed = known_hardware(of.row.config).network_gb_s
+        return f"nodes, {'up to' if speed <= SLOW_GB_S else 'above'} {SLOW_GB_S} GB/s"
+
+    def layout(of: Prediction) -> str:
+        mesh = of.row.mesh
+        if mesh.tensor * mesh.pipeline > 1:
+            return "tensor or pipeline parallel"
+        return "data parallel, copies" if mesh.replicate > 1 else "data parallel"
+
+    yield "all", lambda of: not of.is_fp8
+    fields: tuple[Callable[[Prediction], str], ...] = (
+        lambda of: f"software of {of.row.generation}",
+        lambda of: of.row.hardware,
+        network,
+        layout,
+        lambda of: of.status,
+        lambda of: of.row.group.partition(" ")[0],
+    )
+    for field in fields:
+        for name in sorted({field(of) for of in every}):
+            yield name, partial(_is, field, name)
+    yield "FP8", lambda of: of.is_fp8
+
+
+def _is(field: Callable[[Prediction], str], name: str, of: Prediction) -> bool:
+    return not of.is_fp8 and field(of) == name
+
+
+def summary(of: Sequence[Prediction]) -> str:
+    """Return rows, median error, bias (mean) and share inside the interval."""
+    if not of:
+        return f"{0:5} {'-':>7} {'-':>7} {'-':>6}"
+    median = statistics.median(one.error for one in of)
+    bias = statistics.mean(one.ratio - 1 for one in of)
+    inside = statistics.mean(one.is_inside for one in of)
+    return f"{len(of):5} {median:7.1%} {bias:+7.1%} {inside:6.0%}"
+
+
+def print_halves(each: bool) -> None:
+    every = predictions()
+    columns = f"{'rows':>5} {'median':>7} {'bias':>7} {'inside':>6}"
+    print(f"{'':<34}{'fit':<28}  held out\n{'':<34}{columns}  {columns}")
+    for name, belongs in _kinds(every):
+        chosen = [[p for p in every if p.row.half == half and belongs(p)] for half in HALVES]
+        print(f"{name:<34}{summary(chosen[0])}  {summary(chosen[1])}")
+    for one in every if each else []:
+        speed = f"{one.row.measured:9.2f} seq/s {one.ratio - 1:+7.1%}"
+        hit = "" if one.is_inside else "outside the interval"
+        print(f"{one.row.name:<45} {one.row.half:<8} {speed}  {one.status:<12} {hit}")
