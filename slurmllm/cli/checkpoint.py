@@ -20,7 +20,6 @@ from slurmllm.core.format import (
     format_age,
     format_bytes,
     format_count,
-    format_names,
     format_plural,
 )
 from slurmllm.core.run.rundir import RunDir, find_run
@@ -195,13 +194,8 @@ def import_(source: str, out: str, dtype: str, shard_size: int, as_json: bool) -
         "tokenizer": sorted(plan.tokenizer.files),
         "files": num_files,
         "bytes": num_bytes,
-        "not_finite": plan.not_finite,
+        "not_finite": plan.not_finite,  # empty: such weights are refused
     }
-    if plan.not_finite:
-        options.warn(
-            f"NaN or infinite weights in {format_names(plan.not_finite)}: training from "
-            f"them diverges; check {source}"
-        )
     tokenizer = f"tokenizer: {target / 'tokenizer' / 'tokenizer.json'}"
     if "tokenizer.json" not in plan.tokenizer.files:
         tokenizer = f"{source} has no tokenizer.json: name the tokenizer in data.tokenizer"

@@ -16,7 +16,9 @@ from slurmllm.cli.main import cli
 from slurmllm.core.errors import ConfigError, DataError, RunError, SlurmllmError, StorageError
 from slurmllm.data.tokenizer import train_tokenizer
 from slurmllm.train.checkpoint.formats import safetensors_files
+from slurmllm.train.checkpoint.formats.exporting import plan_export, run_export
 from slurmllm.train.checkpoint.formats.importing import plan_import, run_import
+from slurmllm.train.checkpoint.formats.model_folders import TokenizerFiles
 from train.checkpoint import hub
 
 INDEX = "model.safetensors.index.json"
@@ -54,7 +56,7 @@ def settings(source: Path, **changes: Any) -> None:
     path.write_text(json.dumps({k: v for k, v in values.items() if v is not None}))
 
 
-def tensors(source: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> None:
+def tensors(source: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
     held = load_file(source / "model.safetensors")
     change(held)
     save_file(held, source / "model.safetensors")
@@ -434,11 +436,54 @@ def test_pointers_are_called_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         assert "a Git LFS pointer, not the file; fetch it with `git lfs pull`" in done.stderr
 
 
-def test_weights_that_are_no_numbers_are_said(copy: Callable[[str], Path], tmp_path: Path) -> None:
-    source = copy("neox")
-    name = "gpt_neox.final_layer_norm.weight"
-    tensors(source, lambda held: held[name].view(-1)[:1].fill_(float("nan")))
-    arguments = ["checkpoint", "import", str(source), "--out", str(tmp_path / "out"), "--json"]
-    done = CliRunner().invoke(cli, arguments)
-    assert "warning: NaN or infinite weights in " in done.stderr
-    assert len(json.loads(done.stdout)["not_finite"]) == 1
+@pytest.mark.parametrize("tied", [False, True])
+def test_weights_that_are_not_finite(
+    tied: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    source = hub.save(hub.small("llama", tie_word_embeddings=tied), Path("hub"))
+    up = "model.layers.1.mlp.up_proj.weight"
+    names = {"model.embed_tokens.weight": ("nan", 1), up: ("inf", 3)}
+
+    def change(held: dict[str, torch.Tensor]) -> None:
+        for name, (value, number) in names.items():
+            held[name].view(-1)[:number].fill_(float(value))
+        if tied:
+            held["lm_head.weight"] = held["model.embed_tokens.weight"].clone()
+
+    tensors(source, change)
+    done = run("checkpoint", "import", "hub", "--out", "out", "--json")
+    assert done.exit_code == 2
+    assert not Path("out").exists()
+    file = "in model.safetensors"
+    for line in (
+        f"model.embed_tokens.weight {file}: 1 of 2,144 weights is NaN or infinite",
+        f"{up} {file}: 3 of 1,280 weights are NaN or infinite",
+    ):
+        assert line in done.stderr
+    assert "fetch it again" in done.stderr
+
+
+def test_weights_that_another_type_makes_infinite(
+    copy: Callable[[str], Path], tmp_path: Path
+) -> None:
+    source = copy("llama")
+    large = 3.4e38  # above the largest of bf16
+    tensors(source, lambda held: held["model.norm.weight"][:2].fill_(large))
+    run_import(plan_import(source), tmp_path / "fp32", 10**9)
+    with pytest.raises(DataError, match=r"final_norm.weight, as torch.bfloat16: 2 of 32 weights"):
+        run_import(plan_import(source, torch.bfloat16), tmp_path / "bf16", 10**9)
+    assert not (tmp_path / "bf16").exists()
+
+
+def test_an_export_of_a_diverged_model_warns(
+    copy: Callable[[str], Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run_import(plan_import(copy("llama")), tmp_path / "ours", 10**9)
+    (file,) = (tmp_path / "ours").glob("*.safetensors")
+    held = load_file(file)
+    held["final_norm.weight"][0] = float("inf")
+    save_file(held, file)
+    run_export(plan_export(tmp_path / "ours", TokenizerFiles({})), tmp_path / "back", 10**9)
+    assert "final_norm.weight: 1 of 32 weights is NaN or infinite" in caplog.text
+    assert (tmp_path / "back" / "model.safetensors").exists()

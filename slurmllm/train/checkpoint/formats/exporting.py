@@ -31,6 +31,7 @@ from slurmllm.train.checkpoint.formats.huggingface import (
     WHOLE,
     TensorMapping,
     TensorPlan,
+    not_finite_text,
     tensor_mappings,
     unpadded,
     with_their_biases,
@@ -85,6 +86,8 @@ class ExportPlan(TensorPlan):
             ours = torch.zeros(mapping.shape, dtype=dtype)
         else:
             ours = self.weights.read(mapping.ours, whole_region(mapping.shape)).to(dtype)
+        if text := not_finite_text(ours):
+            self.not_finite.append(f"{mapping.ours}: {text}")
         return dict(zip(mapping.theirs, mapping.layout.split(self.model, ours), strict=True))
 
 
@@ -202,6 +205,8 @@ def run_export(
     with atomic_folder(out) as folder:
         shards = plan_shards(plan.sizes_bytes, shard_bytes, "model", WHOLE)
         weight_map = write_shards(folder, shards, plan.sizes_bytes, plan.convert, on_progress)
+        if plan.not_finite:  # written all the same: whoever exports it may look for the cause
+            log.warning("the model has diverged:%s", format_lines(plan.not_finite))
         if len(shards) > 1:
             write_index(folder / SHARDS, weight_map, sum(plan.sizes_bytes))
         write_config(

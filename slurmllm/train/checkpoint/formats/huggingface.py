@@ -11,7 +11,7 @@ import math
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -115,6 +115,8 @@ class TensorPlan(ABC):
     mappings: list[TensorMapping]
     dtype: torch.dtype | None  # type of the weights to write; None keeps each tensor's own
     tokenizer: TokenizerFiles  # files to write with the weights
+    # A line for each tensor with NaN or infinite weights, of those that were converted.
+    not_finite: list[str] = field(default_factory=list, kw_only=True)
 
     @abstractmethod
     def dtype_of(self, mapping: TensorMapping) -> torch.dtype: ...
@@ -144,6 +146,13 @@ def tensor_mappings(config: ModelConfig) -> list[TensorMapping]:
         theirs = dict(zip(names, shapes, strict=True))
         mappings.append(TensorMapping(name, tuple(parameter.shape), theirs, layout))
     return mappings
+
+
+def not_finite_text(tensor: Tensor) -> str:
+    """Return `3 of 64 weights are NaN or infinite`, empty if all are finite."""
+    bad = tensor.numel() - int(tensor.isfinite().count_nonzero())
+    verb = "is" if bad == 1 else "are"
+    return f"{bad:,} of {tensor.numel():,} weights {verb} NaN or infinite" if bad else ""
 
 
 def unpadded(config: ModelConfig) -> ModelConfig:

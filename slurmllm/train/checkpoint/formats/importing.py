@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import reduce
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -33,6 +33,7 @@ from slurmllm.train.checkpoint.formats.huggingface import (
     WHOLE,
     TensorMapping,
     TensorPlan,
+    not_finite_text,
     tensor_mappings,
 )
 from slurmllm.train.checkpoint.formats.model_folders import (
@@ -67,14 +68,20 @@ class ImportPlan(TensorPlan):
     config: SourceConfig  # its config.json
     files: SafetensorsFiles  # its tensors
     names: Names  # name in `mappings` → name in the files
-    not_finite: list[str] = field(default_factory=list)  # tensors with NaN or infinities
 
     def convert(self, number: int) -> dict[str, Tensor]:
         mapping = self.mappings[number]
-        theirs = [self.files.read(self.names[name]) for name in mapping.theirs]
-        ours = mapping.layout.join(self.config.model, theirs).to(self.dtype_of(mapping))
-        if not ours.isfinite().all():
-            self.not_finite.append(mapping.ours)
+        theirs = []
+        for name in mapping.theirs:
+            key = self.names[name]
+            tensor = self.files.read(key)
+            if text := not_finite_text(tensor):
+                self.not_finite.append(f"{key} in {self.files.tensors[key].file}: {text}")
+            theirs.append(tensor)
+        joined = mapping.layout.join(self.config.model, theirs)
+        ours = joined.to(self.dtype_of(mapping))
+        if ours.dtype != joined.dtype and not self.not_finite and (text := not_finite_text(ours)):
+            self.not_finite.append(f"{mapping.ours}, as {ours.dtype}: {text}; write another type")
         return {mapping.ours: ours}
 
     def dtype_of(self, mapping: TensorMapping) -> torch.dtype:
@@ -177,7 +184,8 @@ def _match_names(
         stored_head = names.pop(head)
         a = files.read(stored_head)
         b = files.read(names[embedding])
-        if a.shape != b.shape or not torch.equal(a, b):
+        # NaN equals nothing; that of the embedding is reported as such.
+        if a.shape != b.shape or (not torch.equal(a, b) and not not_finite_text(b)):
             faults.append(
                 f"{stored_head}: is not equal to {names[embedding]}, and config.json ties them; "
                 'set "tie_word_embeddings": false there, or remove the tensor'
@@ -189,6 +197,8 @@ def run_import(
     plan: ImportPlan, out: Path, shard_bytes: int, on_progress: OnProgress = lambda _: None
 ) -> CheckpointManifest:
     """Write the checkpoint folder, complete or not at all.
+
+    Raises a DataError if a weight is NaN or infinite.
 
     `shard_bytes` is the largest output file, and about the memory needed.
     """
@@ -206,6 +216,11 @@ def run_import(
             # A file of many GB is hashed while it is in the page cache.
             on_file=lambda name: described.append(describe(folder, name)),
         )
+        if plan.not_finite:
+            raise DataError(
+                f"{plan.source} cannot be imported, as a run from these weights diverges; fetch it "
+                f"again, or save another checkpoint of it:{format_lines(plan.not_finite)}"
+            )
         write_index(folder / INDEX, weight_map, sum(sizes))
         types = {str(plan.dtype_of(mapping)).removeprefix("torch.") for mapping in plan.mappings}
         eos = plan.config.eos_token_id
