@@ -9,7 +9,6 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 from published_rows import Row, rows
 
@@ -51,8 +50,9 @@ def prediction(row: Row) -> Prediction:
     return Prediction(row, ratio, low <= row.measured <= high, published.status)
 
 
-def _kinds(every: Sequence[Prediction]) -> Iterator[tuple[str, Callable[[Prediction], bool]]]:
-    """Yield name → which rows in bf16; a line of FP8 is last."""
+def _kinds(every: Sequence[Prediction]) -> Iterator[tuple[str, list[Prediction]]]:
+    """Yield name → rows in bf16; those in FP8 are last."""
+    in_bf16 = [of for of in every if not of.is_fp8]
 
     def network(of: Prediction) -> str:
         if of.row.mesh.nodes == 1:
@@ -68,23 +68,20 @@ def _kinds(every: Sequence[Prediction]) -> Iterator[tuple[str, Callable[[Predict
             return "tensor or pipeline parallel"
         return "data parallel, copies" if mesh.replicate > 1 else "data parallel"
 
-    yield "all", lambda of: not of.is_fp8
+    yield "all", in_bf16
     fields: tuple[Callable[[Prediction], str], ...] = (
         lambda of: f"software of {of.row.generation}",
         lambda of: of.row.hardware,
         network,
         layout,
+        lambda of: f"gradients in {of.row.gradients or 'a format not stated'}",
         lambda of: of.status,
         lambda of: of.row.group.partition(" ")[0],
     )
     for field in fields:
-        for name in sorted({field(of) for of in every}):
-            yield name, partial(_is, field, name)
-    yield "FP8", lambda of: of.is_fp8
-
-
-def _is(field: Callable[[Prediction], str], name: str, of: Prediction) -> bool:
-    return not of.is_fp8 and field(of) == name
+        for name in sorted({field(of) for of in in_bf16}):
+            yield name, [of for of in in_bf16 if field(of) == name]
+    yield "FP8", [of for of in every if of.is_fp8]
 
 
 def summary(of: Sequence[Prediction]) -> str:
@@ -101,9 +98,9 @@ def print_halves(each: bool) -> None:
     every = predictions()
     columns = f"{'rows':>5} {'median':>7} {'bias':>7} {'inside':>6}"
     print(f"{'':<34}{'fit':<28}  held out\n{'':<34}{columns}  {columns}")
-    for name, belongs in _kinds(every):
-        chosen = [[p for p in every if p.row.half == half and belongs(p)] for half in HALVES]
-        print(f"{name:<34}{summary(chosen[0])}  {summary(chosen[1])}")
+    for name, of_kind in _kinds(every):
+        halves = [summary([of for of in of_kind if of.row.half == half]) for half in HALVES]
+        print(f"{name:<34}{'  '.join(halves)}")
     for one in every if each else []:
         speed = f"{one.row.measured:9.2f} seq/s {one.ratio - 1:+7.1%}"
         hit = "" if one.is_inside else "outside the interval"

@@ -123,6 +123,7 @@ class Row:
     generation: str  # years of its software
     precision: str  # of the recipe
     network_is_stated: bool  # by the source; else the profile's
+    gradients: str  # as workers sum them: bf16 or fp32; empty: not known
     group: str  # repository and model; its rows are in one half
     half: str  # fit or held_out; empty: of published_gpu.csv and published_trn1.csv
 
@@ -156,8 +157,9 @@ def _row(row: dict[str, str]) -> Row:
     if row["throughput_unit"].startswith("tokens/s"):
         measured /= seq_len
     origin = row["source"], row["generation"], config.recipe.train.precision
-    halves = bool(network(row)), row.get("group", ""), row.get("half", "")
-    return Row(row["id"], row["model"], row["hardware"], config, mesh, measured, *origin, *halves)
+    others = [row.get(name, "") for name in ("gradients", "group", "half")]
+    shown = row["id"], row["model"], row["hardware"], config, mesh, measured, *origin
+    return Row(*shown, bool(network(row)), *others)
 
 
 def recipe_overrides(row: dict[str, str]) -> list[str]:
