@@ -66,7 +66,8 @@ def _nemotron(layers: int, hidden: int, heads: int) -> Shape:
 # Llama 1 to 3: their papers and config.json; GPT-3: Brown et al. 2020, table 2.1, and
 # neuronx-nemo-megatron's gpt_23b.sh, gpt_46b.sh; MPT: llm-foundry's mcli and throughput configs;
 # Llama 2 34B: fms-fsdp's config_utils.py; InternLM: InternEvo's 7B_sft.py; Nemotron 4: NeMo's
-# nemotron.py; BLOOM: its preliminary runs, hidden size × layers and heads, with ALiBi.
+# nemotron.py; 22B to 1T: Korthikanti et al. 2022, table 3; BLOOM: its preliminary runs, hidden size
+# × layers and heads, with ALiBi.
 SHAPES = {
     "Pythia-6.9B": _neox(32, 4096, 32),
     "GPT-NeoX-20B": _neox(44, 6144, 64),
@@ -97,6 +98,9 @@ SHAPES = {
     "MPT-3b": _gpt(32, 2560, 20, 50368),
     "MPT-30b": _gpt(48, 7168, 56, 50368),
     "GPT3-5B": _gpt(24, 4096, 32),
+    "GPT-22B": _gpt(48, 6144, 64),
+    "MT-NLG-530B": _gpt(105, 20480, 128),
+    "GPT-1T": _gpt(128, 25600, 160),
     "Llama-2-34B": _llama(48, 8192, 64, 8, 22016),
     "InternLM-7B": _llama(32, 4096, 32, 32, 11008, 103168),
     "Nemotron-4-15B": _nemotron(32, 6144, 48),
