@@ -12,18 +12,19 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
-from slurmllm.core.config.families import FAMILIES, Sharding, sharding_plan
+from slurmllm.core.config.families import BLOCK_NORMS, FAMILIES, Sharding, sharding_plan
 from slurmllm.core.config.recipe import ModelConfig
 
 Shape = tuple[int, ...]
 Shapes = dict[str, Shape]  # by the name of a parameter
-_FIRST = ("embed.weight", "positions.weight")  # of all parameters, in this order
+# Modules before the blocks, in the order of their parameters.
+_FIRST = ("embed", "positions", "embedding_norm")
 
 
 def parameter_shapes(model: ModelConfig) -> Shapes:
     """Return name → shape of every parameter of the model, the padded vocabulary included."""
     outside = rest_shapes(model)
-    shapes = {name: outside.pop(name) for name in list(outside) if name in _FIRST}
+    shapes = {name: outside.pop(name) for name in list(outside) if _is_first(name)}
     for layer in range(model.num_layers):
         shapes |= {f"layers.{layer}.{name}": shape for name, shape in block_shapes(model).items()}
     return shapes | outside
@@ -39,6 +40,8 @@ def rest_shapes(model: ModelConfig) -> Shapes:
     shapes: Shapes = {"embed.weight": (vocabulary, width)}
     if FAMILIES[model.family].positions == "learned":
         shapes["positions.weight"] = (model.seq_len, width)
+    if FAMILIES[model.family].embedding_norm:
+        shapes |= _norm("embedding_norm", model)
     shapes |= _norm("final_norm", model)
     if not model.tied_embeddings:
         shapes["head.weight"] = (vocabulary, width)
@@ -50,7 +53,11 @@ def pipeline_stages_of(name: str, model: ModelConfig, pipeline: int) -> set[int]
     first, last = 0, pipeline - 1
     if name == "embed.weight":
         return {first, last} if model.tied_embeddings else {first}
-    return {first} if name == "positions.weight" else {last}
+    return {first} if _is_first(name) else {last}
+
+
+def _is_first(name: str) -> bool:
+    return name.partition(".")[0] in _FIRST
 
 
 @lru_cache(maxsize=256)
@@ -69,24 +76,37 @@ def block_shapes(model: ModelConfig) -> Shapes:
     """Return name inside a block → shape of each of its parameters."""
     width, ffn, heads = model.hidden_size, model.ffn_hidden_size, model.num_heads * model.head_width
     qkv = heads + 2 * model.kv_heads * model.head_width
+    family = FAMILIES[model.family]
+    norms = {
+        name: _norm(name, model) if name in BLOCK_NORMS[family.norm_places] else {}
+        for name in BLOCK_NORMS["both"]
+    }
     qk_norms: Shapes = {}
-    if model.qk_norm:
-        qk_norms = {f"attention.{tensor}_norm.weight": (model.head_width,) for tensor in "qk"}
+    if model.qk_norm and family.norm_weight != "none":
+        vector = family.qk_norm_over == "vector"
+        for tensor, count in (("q", model.num_heads), ("k", model.kv_heads)):
+            size = model.head_width * (count if vector else 1)
+            qk_norms[f"attention.{tensor}_norm.weight"] = (size,)
     up = ("mlp.gate_up", 2 * ffn) if model.gated else ("mlp.up", ffn)
     return {
-        **_norm("attention_norm", model),
+        **norms["attention_norm"],
         **_linear("attention.qkv", qkv, width, model.attention_bias),
         **qk_norms,
         **_linear("attention.out", width, heads, model.attention_bias),
-        **_norm("mlp_norm", model),
+        **norms["attention_out_norm"],
+        **norms["mlp_norm"],
         **_linear(*up, width, model.mlp_bias),
         **_linear("mlp.down", width, ffn, model.mlp_bias),
+        **norms["mlp_out_norm"],
     }
 
 
 def _norm(name: str, model: ModelConfig) -> Shapes:
+    family = FAMILIES[model.family]
+    if family.norm_weight == "none":
+        return {}
     shapes: Shapes = {f"{name}.weight": (model.hidden_size,)}
-    if FAMILIES[model.family].norm == "layer":
+    if family.norm == "layer":
         shapes[f"{name}.bias"] = (model.hidden_size,)
     return shapes
 
@@ -144,6 +164,9 @@ def share_of(
         return WHOLE
     dim = 1 if how == "row" else 0
     if kv_copies(model, tensor) > 1 and ".attention." in name:
+        if ".k_norm." in name:  # of one head
+            head = rank % model.kv_heads * model.head_width
+            return Share(dim, (slice(head, head + model.head_width),))
         return Share(dim, _replicated(model, tensor, rank, "attention.qkv" in name))
     size = shape[dim] // tensor
     return Share(dim, (slice(rank * size, (rank + 1) * size),))

@@ -34,6 +34,7 @@ ACTIVATION_NAMES: dict[Activation, Texts] = {
     "gelu": ("gelu",),
     "gelu_tanh": ("gelu_pytorch_tanh", "gelu_new", "gelu_fast"),
     "silu": ("silu", "swish"),
+    "relu2": ("relu2",),
 }
 _ACTIVATIONS = {theirs: ours for ours, names in ACTIVATION_NAMES.items() for theirs in names}
 

@@ -6,6 +6,7 @@ Batches count sequences, lengths count tokens. Field names are the ones that `--
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cached_property
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
@@ -131,6 +132,19 @@ SCALING_FIELDS: Mapping[str, Values] = {
 }
 
 
+class LayerAttention(Section):
+    """What may differ between the attention of layers; by default full causal attention."""
+
+    window: PositiveInt | None = None
+    """Tokens that a token attends to, itself included; all before it by default."""
+    rope: Literal["none"] | PositiveFloat | None = None
+    """none: no rotary positions; a number: rotary angles of this base, not scaled; by default
+    those of rotary_base and rope_scaling."""
+
+
+FULL_ATTENTION = LayerAttention()
+
+
 class ModelConfig(Section):
     """The shape of the model; fields with a default of the family may be left out."""
 
@@ -160,9 +174,19 @@ class ModelConfig(Section):
     """Base of the rotary angles."""
     rope_scaling: RopeScaling | None = None
     """Scaled rotary frequencies (Llama 3.1, YaRN); none by default."""
+    attention_pattern: Annotated[tuple[LayerAttention, ...], Field(strict=False)] = ()
+    """Attention of the layers, repeated over them: for each a mapping with a window in tokens, or
+    with other rotary positions (rope: none, or their base), `{}` for full attention; full by
+    default."""
+    query_pre_attn_scalar: PositiveFloat | None = None
+    """Scores are divided by its root; the width of a head by default."""
+    attention_softcap: PositiveFloat | None = None
+    """Scores s become cap · tanh(s / cap); as they are by default."""
+    logits_softcap: PositiveFloat | None = None
+    """As attention_softcap, of the logits."""
     activation: Activation
-    """Between the matrices of the feed-forward layer: gelu (by erf), gelu_tanh or silu; the
-    family's."""
+    """Between the matrices of the feed-forward layer: gelu (by erf), gelu_tanh, silu or relu2 (ReLU
+    squared); the family's."""
     attention_bias: bool
     """Biases of attention's matrices; the family's."""
     mlp_bias: bool
@@ -171,7 +195,7 @@ class ModelConfig(Section):
     """Attention and feed-forward both read the block's input, and one sum adds them; the family's.
     """
     qk_norm: bool
-    """RMSNorm of each head's queries and keys before they are rotated; the family's."""
+    """RMSNorm of queries and keys; the family's."""
     tied_embeddings: bool
     """The head is the embedding, transposed; the family's."""
     norm_eps: PositiveFloat = 1e-5
@@ -189,6 +213,49 @@ class ModelConfig(Section):
     @classmethod
     def _ask_the_family(cls, values: Any) -> Any:
         return with_family(values) if isinstance(values, Mapping) else values
+
+    @field_validator("attention_pattern")
+    @classmethod
+    def _shortest(
+        cls, pattern: tuple[LayerAttention, ...], info: ValidationInfo
+    ) -> tuple[LayerAttention, ...]:
+        """Return the one form of what the layers have: equal models have equal configurations."""
+        count = info.data.get("num_layers")
+        if count is None or not pattern:
+            return pattern
+        if info.data.get("rope_scaling") is None:
+            base = info.data.get("rotary_base")
+            pattern = tuple(
+                LayerAttention(window=kind.window) if kind.rope == base else kind
+                for kind in pattern
+            )
+        layers = [pattern[index % len(pattern)] for index in range(count)]
+        period = next(n for n in range(1, count + 1) if layers[n:] == layers[:-n])
+        return () if layers[:period] == [FULL_ATTENTION] else tuple(layers[:period])
+
+    @field_validator("query_pre_attn_scalar")
+    @classmethod
+    def _other_than_the_head(cls, scalar: float | None, info: ValidationInfo) -> float | None:
+        width, heads = info.data.get("head_dim"), info.data.get("num_heads")
+        hidden = info.data.get("hidden_size")
+        if width is None and heads and hidden:
+            width = hidden // heads
+        return None if scalar == width else scalar
+
+    def layer_attention(self, index: int) -> LayerAttention:
+        pattern = self.attention_pattern
+        return pattern[index % len(pattern)] if pattern else FULL_ATTENTION
+
+    @cached_property
+    def attention_kinds(self) -> tuple[LayerAttention, ...]:
+        """The attention of the layers, each kind once, in the order of its first layer."""
+        return tuple(dict.fromkeys(map(self.layer_attention, range(self.num_layers))))
+
+    def rotary_scheme(self, attention: LayerAttention) -> tuple[float, RopeScaling | None]:
+        """Return base and scaling of a layer's rotary positions."""
+        if isinstance(attention.rope, float):
+            return attention.rope, None
+        return self.rotary_base, self.rope_scaling
 
     @property
     def kv_heads(self) -> int:

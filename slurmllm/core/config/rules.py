@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 from slurmllm.core.config.data_sources import known_address
-from slurmllm.core.config.families import CHOSEN, FAMILIES, gate_block
+from slurmllm.core.config.families import CHOSEN, EXTRAS, FAMILIES, gate_block
 from slurmllm.core.config.recipe import num_warmup_steps
 from slurmllm.core.config.variables import has_password
 from slurmllm.core.format import Texts
@@ -121,9 +121,40 @@ def family_has_rope_scaling(family: str, factor: float) -> str:
     )
 
 
+def _family_has_extra(name: str, family: str, value: Any) -> str:
+    if name in FAMILIES[family].optional or value is None or not _kinds(value):
+        return ""
+    return (
+        f"model.{name}: model.family {family} has none; leave it out, or choose "
+        f"{_with_option(name)}"
+    )
+
+
+def _kinds(pattern: Any) -> bool:
+    """Whether a pattern of attention has more than full attention; true of any other value."""
+    return not isinstance(pattern, list | tuple) or any(
+        value is not None for kind in pattern for value in kind.values()
+    )
+
+
+for _name in EXTRAS:
+    RULES.append((("model.family", f"model.{_name}"), partial(_family_has_extra, _name)))
+
+
+@_rule("model.family", "model.rotary_pct", "model.attention_pattern")
+def rotary_kinds_rotate(family: str, pct: float, pattern: Any) -> str:
+    rotates = FAMILIES[family].positions == "rotary" and pct > 0
+    if rotates or all(kind.get("rope") is None for kind in pattern):
+        return ""
+    return (
+        "model.attention_pattern: rope is only for rotary positions, which the model does not "
+        "have; leave rope out"
+    )
+
+
 def _with_option(name: str) -> str:
-    families = (family.name for family in FAMILIES.values() if name in family.optional)
-    return f"model.family {_alternatives(families)}"
+    families = [family.name for family in FAMILIES.values() if name in family.optional]
+    return f"model.family {_alternatives(families)}" if families else "a family that has it"
 
 
 _require(

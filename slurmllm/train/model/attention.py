@@ -1,4 +1,4 @@
-"""Rotary positions by one full-width rotation, and masks between documents.
+"""Rotary positions by one full-width rotation, and masks of windows and between documents.
 
 Dimension j of a head is paired with j + head_dim / 2 (Su et al. 2021, arXiv 2104.09864). If only a
 fraction of the dimensions rotates, the other pairs have frequency zero (cos 1, sin 0) and pass
@@ -153,38 +153,50 @@ def document_starts(positions: Tensor) -> Tensor:
     return torch.arange(positions.shape[1], device=positions.device) - positions
 
 
-def document_mask(positions: Tensor, dtype: torch.dtype) -> Tensor:
+def first_keys(positions: Tensor, window: int | None) -> Tensor:
+    """Return the index of the first token that each token attends to, [batch, seq].
+
+    That is its document's first, or the first of the `window` tokens that end with itself.
+    """
+    start = document_starts(positions)
+    if window is None:
+        return start
+    return start.maximum(torch.arange(1 - window, start.shape[1] + 1 - window, device=start.device))
+
+
+def document_mask(positions: Tensor, dtype: torch.dtype, window: int | None = None) -> Tensor:
     """Return the additive mask of causal attention within documents, [batch, 1, seq, seq].
 
     0 if the token of a row attends to that of a column, else -inf, in the type of queries and keys.
     """
     # Not booleans: torch's attention would convert them in every layer, and keep each result for
     # the backward pass.
-    start = document_starts(positions)
-    visible = (start.unsqueeze(2) == start.unsqueeze(1)).tril().unsqueeze(1)
+    first = first_keys(positions, window)
+    keys = torch.arange(first.shape[1], device=first.device)
+    visible = (keys >= first.unsqueeze(2)).tril().unsqueeze(1)
     zeros = torch.zeros(visible.shape, dtype=dtype, device=visible.device)
     return zeros.masked_fill_(~visible, -math.inf)
 
 
-def document_blocks(positions: Tensor) -> BlockMask:
+def document_blocks(positions: Tensor, window: int | None = None) -> BlockMask:
     """Return the mask of `document_mask` for flex_attention, which computes only what it allows.
 
-    The blocks follow from where documents begin: torch's `create_block_mask` looks at all pairs of
+    The blocks follow from the first keys: torch's `create_block_mask` looks at all pairs of
     tokens. The host waits for nothing.
     """
-    start = document_starts(positions).int()
-    length = start.shape[1]
-    # Documents follow each other, so `start` never decreases along the sequence.
-    earliest = start[:, ::BLOCK].unsqueeze(-1)
+    first = first_keys(positions, window).int()
+    length = first.shape[1]
+    # Documents follow each other, so `first` never decreases along the sequence.
+    earliest = first[:, ::BLOCK].unsqueeze(-1)
     # Beyond the sequence nothing is visible, so its incomplete last block is never a full one.
-    latest = F.pad(start, (0, -length % BLOCK), value=length)[:, BLOCK - 1 :: BLOCK].unsqueeze(-1)
-    keys = torch.arange(0, length, BLOCK, device=start.device)
+    latest = F.pad(first, (0, -length % BLOCK), value=length)[:, BLOCK - 1 :: BLOCK].unsqueeze(-1)
+    keys = torch.arange(0, length, BLOCK, device=first.device)
     queries = keys.unsqueeze(-1)
     full = (keys < queries) & (keys >= latest)
     partial = (keys <= queries) & (keys + BLOCK > earliest) & ~full
 
     def visible(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return (key <= query) & (key >= start[batch, query])
+        return (key <= query) & (key >= first[batch, query])
 
     return BlockMask.from_kv_blocks(
         *_indices(partial),

@@ -6,15 +6,22 @@ recipe.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate
 from torch.nn import functional as F
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from slurmllm.core.config.families import FAMILIES
-from slurmllm.core.config.recipe import ModelConfig
+from slurmllm.core.config.families import BLOCK_NORMS, FAMILIES
+from slurmllm.core.config.recipe import (
+    FULL_ATTENTION,
+    LayerAttention,
+    ModelConfig,
+    RopeScaling,
+)
 from slurmllm.train.model.attention import document_mask, rotary_table, rotate
 from slurmllm.train.model.output import Output
 
@@ -25,7 +32,29 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
     "silu": F.silu,
+    "relu2": lambda x: F.relu(x).square(),
 }
+
+
+class OnePlusNorm(nn.RMSNorm):
+    """RMSNorm that multiplies by 1 + weight, in fp32 (Gemma)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = 1.0 + self.weight.float()
+        return F.rms_norm(x.float(), self.normalized_shape, weight, self.eps).type_as(x)
+
+
+class VectorNorm(nn.RMSNorm):
+    """RMSNorm over all heads together, in fp32 (OLMo 2): [batch, seq, heads, head_dim]."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        values = x.float()
+        assert self.eps is not None
+        mean = values.square().mean((-2, -1), keepdim=True)
+        if isinstance(mean, DTensor):  # of the worker's heads: a partial result
+            mean = mean.redistribute(placements=[Replicate()])
+        weight = self.weight.view(x.shape[-2:])
+        return (weight * (values * torch.rsqrt(mean + self.eps))).type_as(x)
 
 
 class Attention(nn.Module):
@@ -35,19 +64,30 @@ class Attention(nn.Module):
     contiguous part of the rows then consists of whole groups, as tensor parallelism needs.
     """
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, kind: LayerAttention = FULL_ATTENTION) -> None:
         super().__init__()
+        family = FAMILIES[config.family]
         self.head_dim = config.head_width
         self.group = config.num_heads // config.kv_heads
         rows = config.kv_heads * (self.group + 2) * self.head_dim
         self.qkv = nn.Linear(config.hidden_size, rows, bias=config.attention_bias)
         self.q_norm: nn.Module | None = None
         self.k_norm: nn.Module | None = None
-        if config.qk_norm:
-            # One weight for all heads; before the rotation (Qwen3).
-            self.q_norm = nn.RMSNorm(self.head_dim, eps=config.norm_eps)
-            self.k_norm = nn.RMSNorm(self.head_dim, eps=config.norm_eps)
-        self.core = CausalCore(use_rotary=config.rotary_pct > 0, grouped=self.group > 1)
+        if config.qk_norm and family.qk_norm_over == "vector":
+            self.q_norm = VectorNorm(config.num_heads * self.head_dim, eps=config.norm_eps)
+            self.k_norm = VectorNorm(config.kv_heads * self.head_dim, eps=config.norm_eps)
+        elif config.qk_norm:  # one weight for all heads
+            self.q_norm = make_rms_norm(config, self.head_dim)
+            self.k_norm = make_rms_norm(config, self.head_dim)
+        use_rotary = config.rotary_pct > 0 and kind.rope != "none"
+        self.rotates_first = use_rotary and config.qk_norm and family.qk_norm_after_rotation
+        scalar = config.query_pre_attn_scalar
+        self.core = CausalCore(
+            use_rotary=use_rotary and not self.rotates_first,
+            grouped=self.group > 1,
+            scale=None if scalar is None else scalar**-0.5,
+            softcap=config.attention_softcap,
+        )
         self.out = nn.Linear(
             config.num_heads * self.head_dim, config.hidden_size, bias=config.attention_bias
         )
@@ -58,6 +98,10 @@ class Attention(nn.Module):
         q, k, v = qkv.split([self.group, 1, 1], dim=-2)
         q = q.flatten(2, 3)
         k = k.squeeze(-2)
+        if self.rotates_first:
+            rotary = rotary[..., : q.shape[1], :]
+            q = rotate(q, rotary)
+            k = rotate(k, rotary)
         if self.q_norm is not None and self.k_norm is not None:
             q = self.q_norm(q)
             k = self.k_norm(k)
@@ -66,12 +110,25 @@ class Attention(nn.Module):
 
 
 class CausalCore(nn.Module):
-    """The part of attention without weights, which selective checkpointing recomputes."""
+    """The part of attention without weights, which selective checkpointing recomputes.
 
-    def __init__(self, *, use_rotary: bool, grouped: bool) -> None:
+    Scores are multiplied by `scale`, by default the inverse root of head_dim, and then become
+    softcap · tanh(score / softcap), which needs a mask.
+    """
+
+    def __init__(
+        self,
+        *,
+        use_rotary: bool,
+        grouped: bool,
+        scale: float | None = None,
+        softcap: float | None = None,
+    ) -> None:
         super().__init__()
         self.use_rotary = use_rotary
         self.grouped = grouped
+        self.scale = scale
+        self.softcap = softcap
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, rotary: Tensor, mask: Mask = None) -> Tensor:
         """[batch, seq, heads, head_dim] → [batch, seq, heads · head_dim]; k and v may have fewer
@@ -88,24 +145,46 @@ class CausalCore(nn.Module):
             q = q.transpose(1, 2)
             k = k.transpose(1, 2)
             v = v.transpose(1, 2)
-            attended = flex_attention(q, k, v, block_mask=mask, enable_gqa=grouped)
+            attended = flex_attention(
+                q,
+                k,
+                v,
+                None if self.softcap is None else self._capped,
+                block_mask=mask,
+                scale=self.scale,
+                enable_gqa=grouped,
+            )
             return attended.transpose(1, 2).flatten(2)
-        if grouped and mask is not None and not q.is_cpu:
+        if grouped and mask is not None and (self.softcap is not None or not q.is_cpu):
             # CUDA's flash kernel takes no mask, its memory-efficient one no groups: with both,
             # torch may compute all scores as a tensor (2.9 to 2.13, sdp_utils.cpp).
             copies = q.shape[2] // k.shape[2]
             grouped = False
             k = k.repeat_interleave(copies, dim=2)
             v = v.repeat_interleave(copies, dim=2)
-        attended = F.scaled_dot_product_attention(
-            q.transpose(1, 2),
-            k.transpose(1, 2),
-            v.transpose(1, 2),
-            attn_mask=mask,
-            is_causal=mask is None,
-            enable_gqa=grouped,
-        )
+        q = q.transpose(1, 2)
+        k = k.transpose(1, 2)
+        v = v.transpose(1, 2)
+        if self.softcap is not None:
+            assert mask is not None
+            scale = q.shape[-1] ** -0.5 if self.scale is None else self.scale
+            scores = self._capped(torch.matmul(q, k.transpose(-1, -2)) * scale) + mask
+            attended = torch.matmul(scores.softmax(-1, dtype=torch.float32).to(v.dtype), v)
+        else:
+            attended = F.scaled_dot_product_attention(
+                q,
+                k,
+                v,
+                attn_mask=mask,
+                is_causal=mask is None,
+                scale=self.scale,
+                enable_gqa=grouped,
+            )
         return attended.transpose(1, 2).flatten(2)
+
+    def _capped(self, score: Tensor, *indices: Tensor) -> Tensor:
+        assert self.softcap is not None
+        return self.softcap * torch.tanh(score / self.softcap)
 
 
 class FeedForward(nn.Module):
@@ -147,23 +226,36 @@ class GatedFeedForward(nn.Module):
 class Block(nn.Module):
     """One decoder layer."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, kind: LayerAttention = FULL_ATTENTION) -> None:
         super().__init__()
+
+        def norm(name: str) -> nn.Module | None:
+            places = BLOCK_NORMS[FAMILIES[config.family].norm_places]
+            return make_norm(config) if name in places else None
+
         self.parallel_residual = config.parallel_residual
-        self.attention_norm = make_norm(config)
-        self.attention = Attention(config)
-        self.mlp_norm = make_norm(config)
+        self.attention_norm = norm("attention_norm")
+        self.attention = Attention(config, kind)
+        self.attention_out_norm = norm("attention_out_norm")
+        self.mlp_norm = norm("mlp_norm")
         self.mlp = GatedFeedForward(config) if config.gated else FeedForward(config)
+        self.mlp_out_norm = norm("mlp_out_norm")
 
     def forward(self, x: Tensor, rotary: Tensor, mask: Mask = None) -> Tensor:
         """[batch, seq, hidden] → [batch, seq, hidden]; rotary and mask as for `CausalCore`."""
-        attended = self.attention(self.attention_norm(x), rotary, mask)
+        attended = self.attention(_normed(self.attention_norm, x), rotary, mask)
+        attended = _normed(self.attention_out_norm, attended)
         if self.parallel_residual:
-            out: Tensor = x + attended + self.mlp(self.mlp_norm(x))
-        else:
-            x = x + attended
-            out = x + self.mlp(self.mlp_norm(x))
-        return out
+            return x + attended + self._feed_forward(x)
+        x = x + attended
+        return x + self._feed_forward(x)
+
+    def _feed_forward(self, x: Tensor) -> Tensor:
+        return _normed(self.mlp_out_norm, self.mlp(_normed(self.mlp_norm, x)))
+
+
+def _normed(norm: nn.Module | None, x: Tensor) -> Tensor:
+    return x if norm is None else norm(x)
 
 
 class Decoder(nn.Module):
@@ -175,24 +267,35 @@ class Decoder(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
-        learned = FAMILIES[config.family].positions == "learned"
+        family = FAMILIES[config.family]
         vocabulary = config.padded_vocab_size
         width = config.hidden_size
         self.embed: nn.Embedding | None = nn.Embedding(vocabulary, width)
+        learned = family.positions == "learned"
         self.positions = nn.Embedding(config.seq_len, width) if learned else None
+        self.embedding_norm = make_norm(config) if family.embedding_norm else None
         # A dict, so that the layers of a stage keep their numbers.
-        self.layers = nn.ModuleDict({str(i): Block(config) for i in range(config.num_layers)})
+        self.layers = nn.ModuleDict(
+            {str(i): Block(config, config.layer_attention(i)) for i in range(config.num_layers)}
+        )
         self.final_norm: nn.Module | None = make_norm(config)
         self.head = None if config.tied_embeddings else nn.Linear(width, vocabulary, bias=False)
         self.first = self.last = True
-        self.output = Output(config.vocab_size)
-        # Makes masks of blocks from positions, for compiled blocks; None: masks are dense.
-        self.document_blocks: Callable[[Tensor], BlockMask] | None = None
+        self.output = Output(config.vocab_size, config.logits_softcap)
+        # Makes masks of blocks from positions and a window, for compiled blocks; None: masks are
+        # dense.
+        self.document_blocks: Callable[[Tensor, int | None], BlockMask] | None = None
         self.rotary: Tensor
-        # Not persistent: computed from the configuration, so not part of checkpoints.
-        self.register_buffer(
-            "rotary", torch.empty(2, config.seq_len, config.head_width // 2), persistent=False
-        )
+        # Base and scaling of rotary positions → name of their table.
+        self.rotary_names: dict[tuple[float, RopeScaling | None], str] = {}
+        for kind in config.attention_kinds:
+            count = len(self.rotary_names)
+            name = self.rotary_names.setdefault(
+                config.rotary_scheme(kind), f"rotary_{count}" if count else "rotary"
+            )
+            # Not persistent: computed from the configuration, so not part of checkpoints.
+            table = torch.empty(2, config.seq_len, config.head_width // 2)
+            self.register_buffer(name, table, persistent=False)
         self.reset_buffers()
 
     def keep(self, layers: range, *, first: bool, last: bool) -> None:
@@ -206,7 +309,7 @@ class Decoder(nn.Module):
         for name in [name for name in self.layers if int(name) not in layers]:
             del self.layers[name]
         if not first:
-            self.positions = None
+            self.positions = self.embedding_norm = None
             # With tied embeddings the last stage uses the embedding as its head.
             if not (last and self.config.tied_embeddings):
                 self.embed = None
@@ -219,10 +322,10 @@ class Decoder(nn.Module):
     def reset_buffers(self) -> None:
         """Compute the buffers; needed again after materializing from the meta device."""
         c = self.config
-        if not self.rotary.is_meta:
-            self.rotary.copy_(
-                rotary_table(c.seq_len, c.head_width, c.rotary_pct, c.rotary_base, c.rope_scaling)
-            )
+        for (base, scaling), name in self.rotary_names.items():
+            table = self.get_buffer(name)
+            if not table.is_meta:
+                table.copy_(rotary_table(c.seq_len, c.head_width, c.rotary_pct, base, scaling))
 
     def forward(
         self, x: Tensor, labels: Tensor | None = None, positions: Tensor | None = None
@@ -235,23 +338,24 @@ class Decoder(nn.Module):
         `positions` as for `document_starts`, which every stage uses, attention stays within
         documents.
         """
+        # A later stage has a shard of the sequence under sequence parallelism.
+        length = x.shape[1] if self.first else self.config.seq_len
         if self.first:
-            assert self.embed is not None
-            length = x.shape[1]
-            x = self.embed(x)
-            if self.positions is not None:
-                indices = positions
-                if indices is None:
-                    indices = torch.arange(length, device=x.device).unsqueeze(0)
-                x = x + self.positions(indices)
-        rotary: Tensor = self.rotary
-        mask: Mask = None
-        if positions is not None:  # computed once for all layers
-            rotary = self.rotary[:, positions]
-            blocks = self.document_blocks
-            mask = document_mask(positions, x.dtype) if blocks is None else blocks(positions)
-        for block in self.blocks():
-            x = block(x, rotary, mask)
+            x = self._embedded(x, positions)
+        # Computed once for all layers.
+        kinds = {name: self.config.layer_attention(int(name)) for name in self.layers}
+        tables = {
+            name: table if positions is None else table[:, positions]
+            for name in dict.fromkeys(map(self._rotary_name, kinds.values()))
+            for table in (self.get_buffer(name),)
+        }
+        masks = {
+            window: self._mask(window, positions, length, x)
+            for window in dict.fromkeys(kind.window for kind in kinds.values())
+        }
+        for name, block in self.layers.items():
+            kind = kinds[name]
+            x = block(x, tables[self._rotary_name(kind)], masks[kind.window])
         if not self.last:
             return x
         assert self.final_norm is not None
@@ -260,11 +364,48 @@ class Decoder(nn.Module):
         out: Tensor = self.output(self.final_norm(x), head.weight, labels)
         return out
 
+    def _embedded(self, tokens: Tensor, positions: Tensor | None) -> Tensor:
+        assert self.embed is not None
+        x: Tensor = self.embed(tokens)
+        if FAMILIES[self.config.family].scaled_embedding:
+            # Rounded as the embedding is (Gemma).
+            root = torch.tensor(math.sqrt(self.config.hidden_size), device="cpu")
+            x = x * root.to(x.dtype).item()
+        if self.positions is not None:
+            if positions is None:
+                positions = torch.arange(tokens.shape[1], device=x.device).unsqueeze(0)
+            x = x + self.positions(positions)
+        return _normed(self.embedding_norm, x)
+
+    def _rotary_name(self, kind: LayerAttention) -> str:
+        return self.rotary_names[self.config.rotary_scheme(kind)]
+
+    def _mask(self, window: int | None, positions: Tensor | None, length: int, x: Tensor) -> Mask:
+        """Return the mask of layers with a window; None for plain causal attention."""
+        if window is not None and window >= length:
+            window = None
+        if positions is None:
+            if window is None and self.config.attention_softcap is None:
+                return None
+            positions = torch.arange(length, device=x.device).unsqueeze(0)
+        if self.document_blocks is None:
+            return document_mask(positions, x.dtype, window)
+        return self.document_blocks(positions.expand(x.shape[0], -1), window)
+
 
 def make_norm(config: ModelConfig) -> nn.Module:
-    if FAMILIES[config.family].norm == "rms":
-        return nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
-    return nn.LayerNorm(config.hidden_size, eps=config.norm_eps)
+    family = FAMILIES[config.family]
+    if family.norm == "rms":
+        return make_rms_norm(config, config.hidden_size)
+    has_weight = family.norm_weight != "none"
+    return nn.LayerNorm(config.hidden_size, config.norm_eps, elementwise_affine=has_weight)
+
+
+def make_rms_norm(config: ModelConfig, width: int) -> nn.RMSNorm:
+    weight = FAMILIES[config.family].norm_weight
+    if weight == "one_plus":
+        return OnePlusNorm(width, config.norm_eps)
+    return nn.RMSNorm(width, config.norm_eps, elementwise_affine=weight == "plain")
 
 
 def build_model(config: ModelConfig) -> Decoder:

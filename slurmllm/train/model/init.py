@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from slurmllm.core.config.families import FAMILIES
 from slurmllm.core.config.recipe import ModelConfig
 
 # Rows and columns: large enough that seeding is cheap compared with drawing, few enough rows that a
@@ -26,7 +27,7 @@ _SCALED = ("attention.out.weight", "mlp.down.weight")
 
 
 def initialize(model: nn.Module, config: ModelConfig, seed: int) -> None:
-    """Set all weights and buffers: matrices normal, biases 0, norm weights 1.
+    """Set all weights and buffers: matrices normal, biases 0, norms the identity's.
 
     The model is a decoder or a pipeline stage on its device, of plain tensors or DTensors.
     """
@@ -42,7 +43,8 @@ def initial_values(
     if name.endswith(".bias"):
         return torch.zeros(size)
     if len(size) == 1:  # weight of a norm
-        return torch.ones(size)
+        one_plus = FAMILIES[config.family].norm_weight == "one_plus"
+        return torch.zeros(size) if one_plus else torch.ones(size)
     return normal(shape, standard_deviation(config, name), seed, name, region)
 
 

@@ -22,8 +22,8 @@ from torch.nn import functional as F
 
 from slurmllm.train.model import IGNORED
 
-Statistics = Callable[[Tensor], tuple[Tensor, Tensor]]
-SoftmaxInPlace = Callable[[Tensor, Tensor, Tensor | None, Tensor | None], Tensor]
+Statistics = Callable[[Tensor, float | None], tuple[Tensor, Tensor]]
+SoftmaxInPlace = Callable[[Tensor, Tensor, Tensor | None, Tensor | None, float | None], Tensor]
 
 
 class VocabularyShare(NamedTuple):
@@ -47,6 +47,7 @@ class Output(nn.Module):
     rows are aligned for the fastest kernels of a GPU; entries added for it have the logit -inf.
     `logits_at_a_time`: of bf16, half as many of fp32. Fewer, larger products are faster.
     `one_pass`: the labels are subtracted in the pass that computes the softmax, as on a GPU.
+    `softcap`: logits become softcap · tanh(logit / softcap).
     """
 
     logits_at_a_time = 2**27  # 256 MiB
@@ -55,9 +56,10 @@ class Output(nn.Module):
     row_multiple = 1
     one_pass = False
 
-    def __init__(self, vocab_size: int) -> None:
+    def __init__(self, vocab_size: int, softcap: float | None = None) -> None:
         super().__init__()
         self.vocab_size = vocab_size
+        self.softcap = softcap
         self.statistics: Statistics = statistics
         self.softmax_: SoftmaxInPlace = softmax_
         self.softmax_gradient_ = softmax_gradient_
@@ -68,7 +70,8 @@ class Output(nn.Module):
         The weight is [padded vocabulary, hidden]; labels are entries of the vocabulary, or IGNORED.
         """
         if labels is None:
-            return F.linear(x, weight)
+            logits = F.linear(x, weight)
+            return logits if self.softcap is None else _capped(logits, self.softcap).type_as(logits)
         return self.loss(x, weight, labels, VocabularyShare(0, self.vocab_size, None))
 
     def loss(self, x: Tensor, weight: Tensor, labels: Tensor, share: VocabularyShare) -> Tensor:
@@ -99,26 +102,42 @@ class Output(nn.Module):
         return math.ceil(math.ceil(count / parts) / self.row_multiple) * self.row_multiple
 
 
-def statistics(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the largest logit of each row and the sum of exp(logit - largest), fp32 [rows]."""
+def _capped(logits: Tensor, softcap: float | None) -> Tensor:
+    """Return the logits in fp32, capped; those of padding stay -inf."""
     values = logits.float()
+    if softcap is None:
+        return values
+    capped = softcap * torch.tanh(values / softcap)
+    return torch.where(values == -math.inf, values, capped)
+
+
+def statistics(logits: Tensor, softcap: float | None = None) -> tuple[Tensor, Tensor]:
+    """Return the largest logit of each row and the sum of exp(logit - largest), fp32 [rows]."""
+    values = _capped(logits, softcap)
     largest = values.amax(-1)
     return largest, (values - largest.unsqueeze(-1)).exp().sum(-1)
 
 
 def softmax_(
-    logits: Tensor, log_sum: Tensor, scale: Tensor | None = None, target: Tensor | None = None
+    logits: Tensor,
+    log_sum: Tensor,
+    scale: Tensor | None = None,
+    target: Tensor | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
     """Overwrite logits [rows, entries] by exp(logit - log_sum [rows]), times scale [rows].
 
-    Less 1 at each row's target [rows], if that is not negative.
+    Less 1 at each row's target [rows], if that is not negative. With a soft cap, of the capped
+    logits, times the derivative of the cap.
     """
-    values = (logits.float() - log_sum.unsqueeze(-1)).exp()
+    values = (_capped(logits, softcap) - log_sum.unsqueeze(-1)).exp()
     if scale is not None:
         values = values * scale.unsqueeze(-1)
     if target is not None:
         entries = torch.arange(logits.shape[1], device=logits.device)
         values = values - (entries == target.unsqueeze(-1)).float()
+    if softcap is not None:
+        values = values * (1 - torch.tanh(logits.float() / softcap).square())
     return logits.copy_(values)
 
 
@@ -141,7 +160,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
             rows = rows.float()
         count = len(labels)
         functions = output.statistics, output.softmax_
-        options = functions, output.z_loss, output.one_pass or not x.is_cpu
+        one_pass = output.one_pass or not x.is_cpu
+        options = functions, output.z_loss, one_pass, output.softcap
         size = output.chunk(count, len(rows), output.logits_at_a_time * 2 / rows.element_size())
         loss = torch.zeros((), dtype=torch.float32, device=x.device)
         logits = x.new_empty(size, len(rows))
@@ -205,6 +225,7 @@ def softmax_gradient_(
     functions: tuple[Statistics, SoftmaxInPlace],
     z_loss: float,
     one_pass: bool,
+    softcap: float | None = None,
 ) -> Tensor:
     """Overwrite logits [rows, entries] by the gradient of the summed loss; return that sum.
 
@@ -216,12 +237,13 @@ def softmax_gradient_(
     compute_statistics, softmax_in_place = functions
     if share.rows < logits.shape[1]:
         logits[:, share.rows :] = -math.inf
-    largest, total = compute_statistics(logits)
+    largest, total = compute_statistics(logits, softcap)
     ignored = labels == IGNORED
     column = labels - share.first
     is_local = (column >= 0) & (column < share.rows)
     index = torch.where(is_local, column, 0).unsqueeze(-1)
-    hit = torch.where(is_local, logits.gather(1, index).squeeze(-1).float(), 0.0)
+    own = _capped(logits.gather(1, index).squeeze(-1), softcap)
+    hit = torch.where(is_local, own, 0.0)
     if share.group is not None:
         # The largest logit of all shards, so that no exponential overflows.
         common = largest.clone()
@@ -234,9 +256,12 @@ def softmax_gradient_(
     # exp(logit - inf) is 0: ignored rows need no pass of their own over the logits.
     scale = 1 + 2 * z_loss * log_sum if z_loss else None
     target = torch.where(is_local, column, -1) if one_pass else None
-    softmax_in_place(logits, log_sum.masked_fill(ignored, math.inf), scale, target)
+    softmax_in_place(logits, log_sum.masked_fill(ignored, math.inf), scale, target, softcap)
     if not one_pass:
         # On CPUs scatter_add_ copies all logits twice if they are bf16.
         rows = torch.arange(len(logits), device=logits.device)
-        logits.index_put_((rows, index.squeeze(-1)), -is_local.to(logits.dtype), accumulate=True)
+        one = is_local.float()
+        if softcap is not None:
+            one = one * (1 - (own / softcap).square())
+        logits.index_put_((rows, index.squeeze(-1)), -one.to(logits.dtype), accumulate=True)
     return (log_sum - hit).masked_fill(ignored, 0).sum()

@@ -15,6 +15,7 @@ from pydantic import AfterValidator
 
 from slurmllm.core import plugins
 from slurmllm.core.config.families.family import CHOSEN as CHOSEN
+from slurmllm.core.config.families.family import EXTRAS as EXTRAS
 from slurmllm.core.config.families.family import Activation as Activation
 from slurmllm.core.config.families.family import Family as Family
 from slurmllm.core.config.families.family import Sharding as Sharding
@@ -35,6 +36,15 @@ def register(family: Family) -> None:
     missing = [name for name in CHOSEN if name not in family.defaults]
     if missing:
         raise ValueError(f"model family {family.name!r}: no default of {', '.join(missing)}")
+    if family.norm_weight == "one_plus" and family.norm != "rms":
+        raise ValueError(
+            f"model family {family.name!r}: norm_weight one_plus is only for RMSNorm; set norm=rms"
+        )
+    if family.qk_norm_over == "vector" and family.norm_weight != "plain":
+        raise ValueError(
+            f"model family {family.name!r}: a norm of all heads together has a plain weight; set "
+            "norm_weight=plain"
+        )
     FAMILIES[family.name] = family
 
 
@@ -92,10 +102,19 @@ _BLOCK: dict[str, Sharding] = {
     "attention.q_norm": "head",
     "attention.k_norm": "head",
     "attention.out": "row",
+    "attention_out_norm": "sequence",
     "mlp_norm": "sequence",
     "mlp.up": "column",
     "mlp.gate_up": "column",
     "mlp.down": "row",
+    "mlp_out_norm": "sequence",
+}
+_QK_NORMS = ("attention.q_norm", "attention.k_norm")
+# Family's `norm_places` → the norms that its blocks have.
+BLOCK_NORMS = {
+    "before": ("attention_norm", "mlp_norm"),
+    "after": ("attention_out_norm", "mlp_out_norm"),
+    "both": ("attention_norm", "attention_out_norm", "mlp_norm", "mlp_out_norm"),
 }
 
 
@@ -115,11 +134,17 @@ def sharding_plan(family: str, tied_embeddings: bool, qk_norm: bool) -> Sharding
     """
     kind = FAMILIES[family]
     absent = {"mlp.up" if kind.gated else "mlp.gate_up"}
+    absent |= {*BLOCK_NORMS["both"]} - {*BLOCK_NORMS[kind.norm_places]}
     if not qk_norm:
-        absent |= {"attention.q_norm", "attention.k_norm"}
+        absent.update(_QK_NORMS)
+    block = {name: how for name, how in _BLOCK.items() if name not in absent}
+    if kind.qk_norm_over == "vector":
+        block |= {name: "heads" for name in _QK_NORMS if name in block}
     outside: dict[str, Sharding] = {"embed": "vocabulary", "final_norm": "sequence"}
+    if kind.embedding_norm:
+        outside["embedding_norm"] = "sequence"
     if kind.positions == "learned":
         outside["positions"] = "vocabulary"
     if not tied_embeddings:
         outside["head"] = "vocabulary"
-    return ShardingPlan({name: how for name, how in _BLOCK.items() if name not in absent}, outside)
+    return ShardingPlan(block, outside)

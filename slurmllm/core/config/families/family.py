@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 
 from slurmllm.core.format import Texts, Values
 
-Activation = Literal["gelu", "gelu_tanh", "silu"]
+Activation = Literal["gelu", "gelu_tanh", "silu", "relu2"]
 # How tensor parallelism shares a module's weight, [out, in] or [entries, width]:
 #   vocabulary  by rows, a row being an entry of an embedding or of the head
 #   column      by rows, so by output features (the columns of the transposed matrix)
@@ -21,7 +21,8 @@ Activation = Literal["gelu", "gelu_tanh", "silu"]
 #   sequence    not shared; works on a share of the sequence under sequence parallelism
 #   head        not shared; works on each of the worker's heads, so that a worker's gradient is a
 #               partial sum
-Sharding = Literal["vocabulary", "column", "row", "sequence", "head"]
+#   heads       by heads; works on all heads together, of which each worker has some
+Sharding = Literal["vocabulary", "column", "row", "sequence", "head", "heads"]
 # How several tensors of transformers are laid out in one of ours; the functions are in
 # `checkpoint/formats/huggingface.py`:
 #   same         equal
@@ -96,7 +97,7 @@ class Family:
     """The choices that make a decoder a GPT-NeoX rather than something else."""
 
     name: str  # value of `model.family`
-    norm: Literal["layer", "rms"]  # LayerNorm or RMSNorm before attention, feed-forward and head
+    norm: Literal["layer", "rms"]  # LayerNorm or RMSNorm
     # Rotary positions in every attention, or one learned table added to the embedding.
     positions: Literal["rotary", "learned"]
     gated: bool  # the feed-forward layer multiplies an activated gate with its up-projection
@@ -107,8 +108,22 @@ class Family:
     choices: Mapping[str, tuple[Any, ...]]
     hugging_face: HuggingFaceModel
     # Fields that only some families have; others must leave them out: num_kv_heads (several
-    # attention heads may share a key and value head), head_dim, rope_scaling.
+    # attention heads may share a key and value head), head_dim, rope_scaling, and `EXTRAS`.
     optional: frozenset[str] = frozenset()
+    # Norms of what attention and the feed-forward layer read (before), of their output before it is
+    # added to the residual stream (after), or of both.
+    norm_places: Literal["before", "after", "both"] = "before"
+    # Norms multiply by their weight, by 1 + weight, or have none.
+    norm_weight: Literal["plain", "one_plus", "none"] = "plain"
+    embedding_norm: bool = False  # a norm between embedding and first block
+    scaled_embedding: bool = False  # the embedding is multiplied by sqrt(hidden_size)
+    # Queries' norm, and keys', is of each head or of all heads together.
+    qk_norm_over: Literal["head", "vector"] = "head"
+    qk_norm_after_rotation: bool = False
+
+
+# Fields of `ModelConfig` that change attention or the logits, and that most families do not have.
+EXTRAS = ("attention_pattern", "query_pre_attn_scalar", "attention_softcap", "logits_softcap")
 
 
 # Fields of `ModelConfig` that the family has a default for.

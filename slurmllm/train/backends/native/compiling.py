@@ -92,7 +92,7 @@ def wrap_blocks(
         from slurmllm.train.backends.native.graph_passes import GraphPass, Partitioner
 
         options: dict[str, Any] = {"post_grad_custom_post_pass": GraphPass(wide=slow_bf16())}
-        if isinstance(next(blocks[0].parameters()), DTensor) and "core" in recompute:
+        if any(isinstance(p, DTensor) for p in blocks[0].parameters()) and "core" in recompute:
             options["custom_partitioner_fn"] = Partitioner()
         forward = device.compile(forward, **options)
     for block in blocks:

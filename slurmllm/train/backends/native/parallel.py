@@ -21,7 +21,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import (
+    DTensor,
+    Partial,
+    Replicate,
+    Shard,
+    distribute_module,
+    distribute_tensor,
+)
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -33,6 +40,7 @@ from torch.distributed.tensor.placement_types import Placement
 from torch.nn import functional as F
 
 from slurmllm.core.config.families import Sharding, sharding_plan
+from slurmllm.core.config.recipe import ModelConfig
 from slurmllm.plan.mesh import Mesh
 from slurmllm.train.backends.base import ModelFactory
 from slurmllm.train.backends.native.device import send
@@ -64,7 +72,7 @@ def apply_tensor_parallel(model: Decoder, mesh: DeviceMesh, *, sequence: bool) -
                 entries, width = module.weight.shape
                 setattr(model, name, ParallelEmbedding(entries, width, mesh, stream))
             getattr(model, name).weight = nn.Parameter(shared)
-    model.output = ParallelOutput(config.vocab_size, mesh, stream)
+    model.output = ParallelOutput(config, mesh, stream)
 
 
 def _styles(
@@ -83,7 +91,28 @@ def _styles(
             styles[name] = SequenceParallel(sequence_dim=_SEQUENCE_DIM, use_local_output=True)
         elif how == "head":  # the same, with heads in place of the sequence
             styles[name] = SequenceParallel(sequence_dim=_HEAD_DIM, use_local_output=True)
+        elif how == "heads":
+            styles[name] = HeadsParallel()
     return styles
+
+
+class HeadsParallel(ParallelStyle):
+    """A norm over all heads, of which each worker has a share: the norm itself sums over them."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def shard(name: str, module: nn.Module, mesh: DeviceMesh) -> None:
+            for key, parameter in module.named_parameters(recurse=False):
+                shared = distribute_tensor(parameter, mesh, [Shard(0)], src_data_rank=None)
+                module.register_parameter(key, nn.Parameter(shared))
+
+        def enter(module: nn.Module, inputs: Any, mesh: DeviceMesh) -> DTensor:
+            return DTensor.from_local(inputs[0], mesh, [Shard(_HEAD_DIM)], run_check=False)
+
+        def leave(module: nn.Module, outputs: Any, mesh: DeviceMesh) -> Tensor:
+            local: Tensor = outputs.to_local()
+            return local
+
+        return distribute_module(module, device_mesh, shard, enter, leave)  # type: ignore[arg-type]
 
 
 class ParallelEmbedding(nn.Embedding):
@@ -113,8 +142,8 @@ class ParallelEmbedding(nn.Embedding):
 class ParallelOutput(Output):
     """`Output` with a shard of the vocabulary on each worker; logits are never gathered."""
 
-    def __init__(self, vocab_size: int, mesh: DeviceMesh, stream: Placement) -> None:
-        super().__init__(vocab_size)
+    def __init__(self, config: ModelConfig, mesh: DeviceMesh, stream: Placement) -> None:
+        super().__init__(config.vocab_size, config.logits_softcap)
         self.mesh = mesh
         self.stream = stream
 
@@ -152,7 +181,7 @@ def combine_chunks(chunks: Sequence[Decoder]) -> nn.Module:
         return chunks[0]
     whole = nn.Module()
     whole.layers = nn.ModuleDict({n: b for chunk in chunks for n, b in chunk.layers.items()})
-    for name in ("embed", "positions", "final_norm", "head"):
+    for name in ("embed", "positions", "embedding_norm", "final_norm", "head"):
         for module in (getattr(chunk, name) for chunk in chunks):
             if module is not None:
                 setattr(whole, name, module)

@@ -34,8 +34,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from slurmllm.core.config.families import FAMILIES
-from slurmllm.core.config.recipe import ADAMW, Recipe
+from slurmllm.core.config.families import EXTRAS, FAMILIES
+from slurmllm.core.config.recipe import ADAMW, ModelConfig, Recipe
 from slurmllm.core.config.resolve import RunConfig
 from slurmllm.plan.mesh import Mesh
 from slurmllm.train.backends.environment import (
@@ -273,6 +273,17 @@ DEFAULT = "trn1.32xlarge"
 _TENSOR_SIZES = (1, 2, 4, 8, 16, 32)
 
 
+def _missing_kinds(model: ModelConfig) -> list[str]:
+    """Return what the model has and `nxd/model.py` does not compute."""
+    family = FAMILIES[model.family]
+    missing = [f"model.{name}" for name in EXTRAS if getattr(model, name)]
+    around_blocks = family.embedding_norm or family.scaled_embedding
+    own_norms = family.qk_norm_over == "vector" or family.qk_norm_after_rotation
+    if around_blocks or own_norms or family.norm_places != "before":
+        missing.append(f"model.family {model.family}")
+    return missing
+
+
 def unsupported(config: RunConfig) -> list[str]:
     recipe = config.recipe
     cluster = config.cluster
@@ -317,6 +328,8 @@ def unsupported(config: RunConfig) -> list[str]:
             f"parallel.tensor: {parallel.tensor}: the collectives of trn1 work on "
             f"{', '.join(map(str, _TENSOR_SIZES))} cores"
         )
+    if special := _missing_kinds(model):
+        faults.append(f"backend: nxd has no {', '.join(special)}; --set backend=native")
     name = cluster.instance_type
     # No run has a profile for planning as its cluster.
     if cluster.device != "neuron" or name is None or cluster.planning_only is not None:

@@ -171,7 +171,9 @@ class ParallelBlock(Block):
         config = layers.config
         self.parallel_residual = block.parallel_residual
         self.attention_norm = block.attention_norm
+        self.attention_out_norm = block.attention_out_norm
         self.mlp_norm = block.mlp_norm
+        self.mlp_out_norm = block.mlp_out_norm
         self.attention = block.attention
         self.mlp = block.mlp
         self._rotary = rotary
