@@ -29,18 +29,6 @@ class Prediction:
     is_inside: bool  # whether the interval has the published value
     status: str  # of its evidence
 
-    @property
-    def error(self) -> float:
-        return abs(self.ratio - 1)
-
-    @property
-    def is_fp8(self) -> bool:
-        return self.row.precision == "fp8_mixed"
-
-
-def predictions() -> list[Prediction]:
-    return [prediction(row) for row in rows(FILE)]
-
 
 def prediction(row: Row) -> Prediction:
     candidate = predict(row.config, row.mesh)
@@ -52,7 +40,8 @@ def prediction(row: Row) -> Prediction:
 
 def _kinds(every: Sequence[Prediction]) -> Iterator[tuple[str, list[Prediction]]]:
     """Yield name → rows in bf16; those in FP8 are last."""
-    in_bf16 = [of for of in every if not of.is_fp8]
+    in_fp8 = [of for of in every if of.row.precision == "fp8_mixed"]
+    in_bf16 = [of for of in every if of.row.precision != "fp8_mixed"]
 
     def network(of: Prediction) -> str:
         if of.row.mesh.nodes == 1:
@@ -81,21 +70,21 @@ def _kinds(every: Sequence[Prediction]) -> Iterator[tuple[str, list[Prediction]]
     for field in fields:
         for name in sorted({field(of) for of in in_bf16}):
             yield name, [of for of in in_bf16 if field(of) == name]
-    yield "FP8", [of for of in every if of.is_fp8]
+    yield "FP8", in_fp8
 
 
 def summary(of: Sequence[Prediction]) -> str:
     """Return rows, median error, bias (mean) and share inside the interval."""
     if not of:
         return f"{0:5} {'-':>7} {'-':>7} {'-':>6}"
-    median = statistics.median(one.error for one in of)
+    median = statistics.median(abs(one.ratio - 1) for one in of)
     bias = statistics.mean(one.ratio - 1 for one in of)
     inside = statistics.mean(one.is_inside for one in of)
     return f"{len(of):5} {median:7.1%} {bias:+7.1%} {inside:6.0%}"
 
 
 def print_halves(each: bool) -> None:
-    every = predictions()
+    every = [prediction(row) for row in rows(FILE)]
     columns = f"{'rows':>5} {'median':>7} {'bias':>7} {'inside':>6}"
     print(f"{'':<34}{'fit':<28}  held out\n{'':<34}{columns}  {columns}")
     for name, of_kind in _kinds(every):
