@@ -74,7 +74,7 @@ def section_tables(section: str) -> dict[str, dict[str, tuple[str, str, str]]]:
 
 def shown(value: Any) -> str:
     if isinstance(value, list):
-        return ", ".join(map(str, value))
+        return ", ".join(map(str, value)) or "[]"
     if isinstance(value, bool):
         return str(value).lower()
     return "none" if value is None else str(value) or "''"
