@@ -69,7 +69,7 @@ def _scaled(number: float, letters: str, unit: str) -> str:
     """Return a number with three digits and the letter of its power of 1,000."""
     for power, letter in enumerate(letters):
         scale = 1000.0 ** (len(letters) - power)
-        if number >= scale:
+        if number >= 0.9995 * scale:  # three digits of less are not rounded up to 1000
             return f"{number / scale:.3g}{letter}{unit}"
     return f"{number:.3g}{unit}"
 

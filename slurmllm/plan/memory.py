@@ -12,8 +12,10 @@ context, communication libraries' buffers, the allocator's fragments.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 from slurmllm.core.config.families import FAMILIES
+from slurmllm.core.config.recipe import ModelConfig
 from slurmllm.core.config.resolve import RunConfig
 from slurmllm.core.format import format_gib
 from slurmllm.plan.mesh import (
@@ -23,7 +25,7 @@ from slurmllm.plan.mesh import (
     has_block_masks,
     one_pass_adamw,
 )
-from slurmllm.plan.parameters import parameter_counts, up_width
+from slurmllm.plan.parameters import layer_windows, num_norms, parameter_counts, up_width
 from slurmllm.plan.step import formats
 
 _FP32, _FP64, _BF16, _INT32, _INT64 = 4, 8, 2, 4, 8
@@ -96,22 +98,34 @@ def memory_moments(config: RunConfig, mesh: Mesh, rank: int) -> tuple[dict[str, 
 
 
 def dense_mask_warning(config: RunConfig) -> list[str]:
-    """Return a warning if the dense mask between documents takes much of a worker's memory."""
+    """Return a warning if dense masks, of documents or windows, take much of a worker's memory."""
     recipe, hardware = config.recipe, config.cluster.hardware
-    if recipe.data.mask != "document" or hardware is None or has_block_masks(config):
+    length, documents = recipe.model.seq_len, recipe.data.mask == "document"
+    count = len(masked_windows(recipe.model, range(recipe.model.num_layers), documents))
+    if not count or hardware is None or has_block_masks(config):
         return []
-    length = recipe.model.seq_len
-    mask = length**2 * (1 if config.backend == "nxd" else formats(config).computed)
+    mask = count * length**2 * (1 if config.backend == "nxd" else formats(config).computed)
     if mask <= _MASK_SHARE * hardware.usable_bytes:
         return []
-    fix = "--set data.mask=none, or a smaller model.seq_len"
+    fix = "a smaller model.seq_len"
     if config.cluster.device == "cuda" and not recipe.train.compile:
         fix = "--set train.compile=true, which needs no such mask"
+    elif documents:
+        fix = f"--set data.mask=none, or {fix}"
+    setting = "data.mask: document" if documents else "model.attention_pattern"
+    masks = "mask of one sequence" if count == 1 else f"{count} masks of one sequence"
     return [
-        f"data.mask: document: the mask of one sequence of {length:,} tokens takes "
+        f"{setting}: the {masks} of {length:,} tokens {'takes' if count == 1 else 'take'} "
         f"{format_gib(mask)} of {format_gib(hardware.usable_bytes)} GiB a worker, and attention "
         f"computes all pairs of tokens; {fix}"
     ]
+
+
+def masked_windows(model: ModelConfig, layers: Iterable[int], documents: bool) -> set[int]:
+    """Return the windows for which some layers need a mask; full attention's is seq_len."""
+    windows = layer_windows(model)
+    always = documents or model.attention_softcap is not None
+    return {windows[layer] for layer in layers if always or windows[layer] < model.seq_len}
 
 
 def batch_bytes(config: RunConfig, mesh: Mesh) -> int:
@@ -129,29 +143,39 @@ class StepMemory:
         self.block_masks = has_block_masks(config)
         self.device = config.cluster.device
         self.stage = mesh.pipeline_rank(rank)
+        self.layers = mesh.layers(self.model.num_layers, self.stage)
         self.tokens = mesh.micro_batch * self.model.seq_len
         # Tokens of the stretches that sequence parallelism shares.
         self.own_tokens = self.tokens // (mesh.tensor if config.recipe.parallel.sequence else 1)
         self.hidden = self.model.hidden_size
         self.bytes = formats(config).computed
         self.gathered = self.tokens * self.hidden * self.bytes  # activations between two blocks
+        # What RMSNorm keeps: its input, and with a weight what that multiplies.
+        self._norm_copies = 1 if FAMILIES[self.model.family].norm_weight == "none" else 2
 
     def activations(self) -> int:
         """Return what all blocks of this worker, and the final norm, keep."""
-        chunk = self.model.num_layers // self.mesh.chunks
-        block_bytes = self._stream() if "block" in self.train.recomputed else self._block()
-        total = self.in_flight() * chunk * block_bytes
+        full = "block" in self.train.recomputed
+        kept = sum(self._stream() if full else self._block(layer) for layer in self.layers)
+        total = self.in_flight() * kept // self.mesh.virtual_pipeline
+        if self.stage == 0 and FAMILIES[self.model.family].embedding_norm:
+            total += self.in_flight() * self._norm()
         return total + (self._norm() if self.stage == self.mesh.pipeline - 1 else 0)
 
     def masks(self) -> int:
-        """Return the bytes of masks, dense or lists of blocks, and of rotations by position."""
-        if not self.masked:
-            return 0
-        rotations = self.model.head_width * _FP32 if self.model.rotary_pct > 0 else 0
-        mask = self.model.seq_len * self.bytes
-        if self.block_masks:  # partial and full blocks, by queries and by keys; document starts
-            mask = (4 * math.ceil(self.model.seq_len / BLOCK**2) + 1) * _INT32
-        return self.in_flight() * self.tokens * (mask + rotations)
+        """Return the bytes of masks, dense or lists of blocks, and of rotations by position.
+
+        Masks of windows alone are one for all sequences.
+        """
+        model, kinds = self.model, map(self.model.layer_attention, self.layers)
+        count = len(masked_windows(model, self.layers, self.masked))
+        tokens = self.tokens if self.masked or self.block_masks else model.seq_len
+        mask = model.seq_len * self.bytes
+        if self.block_masks:  # partial and full blocks, by queries and by keys; first keys
+            mask = (4 * math.ceil(model.seq_len / BLOCK**2) + 1) * _INT32
+        schemes = {model.rotary_scheme(kind) for kind in kinds} if self.masked else ()
+        rotations = len(schemes) * model.head_width * _FP32 if model.rotary_pct > 0 else 0
+        return self.in_flight() * (tokens * count * mask + self.tokens * rotations)
 
     def batches(self) -> int:
         """Return the micro batches whose tokens are in memory: in a pipeline all of the step.
@@ -210,35 +234,45 @@ class StepMemory:
         return self.own_tokens * self.hidden * self.bytes
 
     def _norm(self) -> int:
-        """Return the input's bytes; uncompiled, RMSNorm keeps two copies in fp32."""
+        """Return the input's bytes; uncompiled, RMSNorm keeps copies in fp32."""
         if FAMILIES[self.model.family].norm == "layer" or self.train.compile:
             return self._stream()
-        return 2 * self.own_tokens * self.hidden * _FP32
+        return self._norm_copies * self.own_tokens * self.hidden * _FP32
 
-    def _block(self) -> int:
+    def _block(self, layer: int | None = None) -> int:
+        """Return what a layer keeps; by default the largest one, of this worker's."""
+        if layer is None:
+            return max(map(self._block, self.layers))
         model, tensor, recomputed = self.model, self.mesh.tensor, self.train.recomputed
         queries = model.num_heads * model.head_width
         keys = model.kv_heads * model.head_width
-        recomputes_norm = "norm" in recomputed
-        norms = (1 if model.parallel_residual else 2) * (
-            self._stream() if recomputes_norm else self._norm()
+        norms = (num_norms(model) - model.parallel_residual) * (
+            self._stream() if "norm" in recomputed else self._norm()
         )
-        # Both norms' results are inputs of matrices, which gather them; a recomputed feed-forward
-        # layer keeps its own input.
+        # Both matrices' inputs, which norms before them have made, or the stream: gathered. A
+        # recomputed feed-forward layer keeps its own input.
         norms += self.gathered + (self._stream() if "mlp" in recomputed else self.gathered)
         shared = queries + 2 * keys + queries  # of qkv, and what attention gives
-        if model.rotary_pct > 0 and not {"core", "block"} & {*recomputed}:
+        recomputes_core = bool({"core", "block"} & {*recomputed})
+        rotates = model.rotary_pct > 0 and model.layer_attention(layer).rope != "none"
+        if (model.qk_norm and "block" not in recomputed) or (rotates and not recomputes_core):
             shared += queries + keys
         elif "core" in recomputed and keys < queries and not self.train.compile:
             shared += queries  # the core's input, a copy if queries share keys
-        dense = self.masked and not self.block_masks
-        copied = dense and self.device == "cuda" and keys < queries
-        if copied and not {"core", "block"} & {*recomputed}:
+        dense = not self.block_masks and masked_windows(model, [layer], self.masked)
+        capped = model.attention_softcap is not None and not self.block_masks
+        copied = dense and (capped or self.device == "cuda") and keys < queries
+        if copied and not recomputes_core:
             shared += 2 * (queries - keys)  # copies of keys and values (`model/decoder.py`)
-        log_sums = self.tokens * model.num_heads // tensor * _FP32
-        if model.qk_norm and not self.train.compile and "norm" not in recomputed:  # as `_norm`
-            norms += 2 * self.tokens * (queries + keys) // tensor * _FP32
-        total = norms + self.tokens * shared // tensor * self.bytes + log_sums
+        scores = self.tokens * model.num_heads // tensor * _FP32  # log-sums
+        if capped and not recomputes_core:  # of tanh, of the softmax, and in the products' format
+            converted = self.bytes if self.bytes < _FP32 else 0
+            scores *= model.seq_len * (self.bytes + _FP32 + converted) // _FP32
+        if model.qk_norm and not self.train.compile and "norm" not in recomputed:
+            # As `_norm`; in fp32 the norm's input is a part of what the matrix gave.
+            copies = 1 if self.bytes == _FP32 else self._norm_copies
+            norms += copies * self.tokens * (queries + keys) // tensor * _FP32
+        total = norms + self.tokens * shared // tensor * self.bytes + scores
         return total + (0 if "mlp" in recomputed else self._feed_forward())
 
     def _feed_forward(self) -> int:

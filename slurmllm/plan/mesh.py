@@ -83,6 +83,12 @@ class Mesh:
         """Pieces that the layers are cut into: stages times chunks a stage."""
         return self.pipeline * self.virtual_pipeline
 
+    def layers(self, count: int, stage: int) -> list[int]:
+        """Return which of `count` layers a pipeline stage has: those of its chunks."""
+        size = count // self.chunks
+        starts = range(stage * size, count, self.pipeline * size)
+        return [layer for start in starts for layer in range(start, start + size)]
+
     @property
     def world_size(self) -> int:
         return self.nodes * self.devices_per_node

@@ -14,8 +14,8 @@ exist together with those that they are made of.
 
 Nobody has published what neuronx-cc's graphs take in addition: `_PROGRAMS` and `_COPIES` are
 assumed. Attention's mask, a byte for each pair of tokens, is made once in a graph for all its
-blocks. Not counted: runtime and microcode (`cluster.hardware.reserved_gib`), profiling buffers,
-what is received ahead of a stage's step.
+blocks with the same window. Not counted: runtime and microcode (`cluster.hardware.reserved_gib`),
+profiling buffers, what is received ahead of a stage's step.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from slurmllm.core.config.cluster import GIB
 from slurmllm.core.config.families import FAMILIES
 from slurmllm.core.config.recipe import ModelConfig
 from slurmllm.core.config.resolve import RunConfig
-from slurmllm.plan.memory import batch_bytes
+from slurmllm.plan.memory import batch_bytes, masked_windows
 from slurmllm.plan.mesh import Mesh
-from slurmllm.plan.parameters import parameter_counts
+from slurmllm.plan.parameters import num_norms, parameter_counts
 from slurmllm.plan.step import formats
 
 _FP32 = 4
@@ -103,7 +103,8 @@ def _backward(
     in_flight = _in_flight(mesh, stage)
     activations = copies * in_flight * layers * block.saved(recomputed)
     documents = recipe.data.mask == "document"
-    mask = (mesh.micro_batch if documents else 1) * model.seq_len**2
+    windows = masked_windows(model, mesh.layers(model.num_layers, stage), documents=True)
+    mask = (mesh.micro_batch if documents else 1) * model.seq_len**2 * len(windows)
     # A recomputed core makes its mask again.
     masks = mask * (1 if {"core", "block"} & {*recomputed} else copies * in_flight)
     output = 0
@@ -187,12 +188,13 @@ def _block(
     keys = max(1, model.kv_heads // tensor) * model.head_width
     ffn = model.ffn_hidden_size // tensor
     # Inputs of both column-parallel matrices, a share of them under sequence parallelism.
-    outside = (1 if model.parallel_residual else 2) * stream + 2 * stream
+    count = num_norms(model) - model.parallel_residual
+    outside = count * stream + 2 * stream
     # q, k, v, what attention gives; the activation's input and result, and with a gate the other
     # factor and the product. A recomputed norm keeps its input.
     outside += tokens * (2 * queries + 2 * keys) * size
     mlp = tokens * (4 if model.gated else 2) * ffn * size
-    norms = (1 if model.parallel_residual else 2) * (norm - stream)
+    norms = count * (norm - stream)
     if model.qk_norm:  # results, which are turned, or the two copies in fp32
         outside += tokens * (queries + keys) * size
         norms += tokens * (queries + keys) * (2 * _FP32 - size) * apart

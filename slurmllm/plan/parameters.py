@@ -271,17 +271,39 @@ def head_product(model: ModelConfig, tokens: int, tensor: int) -> Product:
     return Product(tokens, model.padded_vocab_size // tensor, model.hidden_size)
 
 
-def attention_flops(model: ModelConfig, tokens: int, tensor: int) -> int:
-    """Return the FLOPs of a block's scores and weighted values, without the masked half."""
+@lru_cache(maxsize=256)
+def layer_windows(model: ModelConfig) -> tuple[int, ...]:
+    """Return for each layer how many tokens a token attends to at most: a window, or all."""
+    kinds = (model.layer_attention(index) for index in range(model.num_layers))
+    return tuple(min(kind.window or model.seq_len, model.seq_len) for kind in kinds)
+
+
+def attention_pairs(length: int, window: int) -> int:
+    """Return the pairs of tokens in a sequence of which one attends to the other.
+
+    Half of the diagonal counts, so that causal attention without a window has half of all pairs.
+    """
+    return window * (2 * length - window) // 2
+
+
+def attention_flops(
+    model: ModelConfig, tokens: int, tensor: int, pairs: float | None = None
+) -> int:
+    """Return the FLOPs of a block's scores and weighted values.
+
+    `pairs` are those of a sequence, by default of causal attention without a window.
+    """
     queries, _ = _head_widths(model, tensor)
-    return 2 * 2 * tokens * (model.seq_len // 2) * queries
+    length = model.seq_len
+    each = attention_pairs(length, length) if pairs is None else pairs
+    return int(2 * 2 * queries * tokens * each / length)
 
 
 @lru_cache(maxsize=4096)
 def block_elements(model: ModelConfig, tokens: int, tensor: int, sequence: bool) -> int:
     """Return numbers that a block's elementwise work reads and writes.
 
-    Both norms (in, out) and both residual sums (two in, one out) work on the whole stream, or on
+    The norms (in, out) and both residual sums (two in, one out) work on the whole stream, or on
     a worker's share of the sequence under sequence parallelism; rotary positions, norms of
     queries and keys and the activation on the worker's heads and features.
     """
@@ -291,7 +313,12 @@ def block_elements(model: ModelConfig, tokens: int, tensor: int, sequence: bool)
     if model.qk_norm:
         turned += 2 * (queries + keys)
     activated = (up_width(model) + model.ffn_hidden_size) // tensor
-    return 10 * stream + tokens * (turned + activated)
+    return (2 * num_norms(model) + 6) * stream + tokens * (turned + activated)
+
+
+def num_norms(model: ModelConfig) -> int:
+    """Return the norms of the stream in a block."""
+    return len(BLOCK_NORMS[FAMILIES[model.family].norm_places])
 
 
 def up_width(model: ModelConfig) -> int:
@@ -310,9 +337,11 @@ def model_flops(model: ModelConfig, sequences: int) -> float:
 
     6 for each weight of a matrix and token, and 12 · layers · hidden · length² a sequence for
     attention, whose masked half counts too (Chowdhery et al. 2022, arXiv 2204.02311, appendix B).
+    A layer with a window has length · window in place of length², as in OLMo-core (fa6c501,
+    nn/attention, `num_flops_per_token`) and nanochat (92d63d4, gpt.py, `estimate_flops`).
     """
     tokens = sequences * model.seq_len
     block = sum(product.flops for product in block_products(model, 1, 1))
     vocabulary = 2 * model.vocab_size * model.hidden_size  # padding is no work of the model
-    attention = 4 * model.seq_len * model.num_heads * model.head_width
-    return 3.0 * tokens * (model.num_layers * (block + attention) + vocabulary)
+    attention = 4 * sum(layer_windows(model)) * model.num_heads * model.head_width
+    return 3.0 * tokens * (model.num_layers * block + attention + vocabulary)

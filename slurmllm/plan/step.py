@@ -25,6 +25,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import lru_cache
+from statistics import fmean
 
 from slurmllm.core.config.cluster import Hardware
 from slurmllm.core.config.resolve import RunConfig
@@ -32,10 +33,12 @@ from slurmllm.plan.mesh import Mesh, fsdp_disabled, has_block_masks
 from slurmllm.plan.parameters import (
     Product,
     attention_flops,
+    attention_pairs,
     block_elements,
     block_parameters,
     block_products,
     head_product,
+    layer_windows,
     model_flops,
     rest_parameters,
     up_width,
@@ -183,6 +186,27 @@ def step_time(config: RunConfig, mesh: Mesh) -> StepTime:
     return _Step(config, mesh).time()
 
 
+def _attention_pairs(config: RunConfig, mesh: Mesh) -> float:
+    """Return the pairs of tokens in a sequence for which a layer's attention computes scores.
+
+    The mean of a pipeline stage's layers, of the stage with the most. Blocks skip what a window
+    hides, and what is between documents, of which only the data knows how much: one a sequence is
+    assumed. A dense mask has all pairs computed. NxD computes the same in every layer.
+    """
+    recipe, length = config.recipe, config.recipe.model.seq_len
+    windows, dense = layer_windows(recipe.model), not has_block_masks(config)
+    if config.backend == "nxd":
+        return attention_pairs(length, length)
+
+    def pairs(window: int) -> int:
+        if dense and (window < length or recipe.data.mask == "document"):
+            return length**2
+        return attention_pairs(length, window)
+
+    stages = (mesh.layers(len(windows), stage) for stage in range(mesh.pipeline))
+    return max(fmean(pairs(windows[layer]) for layer in layers) for layers in stages)
+
+
 class _Step:
     """The estimate of one optimizer step."""
 
@@ -199,10 +223,7 @@ class _Step:
         self.tensor_group = group(1, mesh.tensor, mesh.devices_per_node)
         self.layers = self.model.num_layers // mesh.pipeline
         self.peak = peak_flops(config)
-        # A dense mask has the half computed that causal attention skips. Blocks skip what is
-        # between documents too, of which only the data knows how much: one a sequence is assumed.
-        masked = self.recipe.data.mask == "document" and not self.nxd
-        self.all_pairs = masked and not has_block_masks(config)
+        self.pairs = _attention_pairs(config, mesh)
         self.bandwidth = hardware.memory_gb_s * hardware.memory_efficiency * 1e9
 
     def time(self) -> StepTime:
@@ -272,7 +293,7 @@ class _Step:
         return product_s(product, self.peak, self.formats.computed, self.hardware)
 
     def _attention_s(self) -> float:
-        flops = attention_flops(self.model, self.tokens, self.mesh.tensor) * (1 + self.all_pairs)
+        flops = attention_flops(self.model, self.tokens, self.mesh.tensor, self.pairs)
         return flops / (self.peak * self.hardware.attention_efficiency)
 
     def _added_s(self, numbers: float) -> float:
