@@ -167,8 +167,8 @@ def import_(source: str, out: str, dtype: str, shard_size: int, as_json: bool) -
     """Import the Hugging Face model folder DIR as a checkpoint.
 
     DIR may be hf://ORG/NAME[@REVISION], a model of the hub, which is downloaded into its cache.
-    It has GPTNeoXForCausalLM, LlamaForCausalLM, Qwen3ForCausalLM, GPT2LMHeadModel or a family of
-    yours, with weights in safetensors files. A run starts from the result by train.init_from=DIR.
+    It is of a family of `model.family`, or of yours, with weights in safetensors files. A run
+    starts from the result by train.init_from=DIR.
     """
     from slurmllm.core.display.progress import input_progress
     from slurmllm.train.checkpoint.folder import require_absent

@@ -8,6 +8,7 @@ are both read and both written.
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,13 +17,15 @@ from pydantic import ValidationError
 
 from slurmllm.core.config.families import FAMILIES, Activation, Family
 from slurmllm.core.config.families.family import REQUIRED
-from slurmllm.core.config.huggingface_rope import rope_fields, rope_settings, scaling_settings
+from slurmllm.core.config.huggingface_attention import attention_fields, attention_settings
 from slurmllm.core.config.recipe import ModelConfig
 from slurmllm.core.config.rules import broken_rules
 from slurmllm.core.config.yaml_source import Values, flatten
 from slurmllm.core.errors import ConfigError
 from slurmllm.core.format import Texts, format_plural
 from slurmllm.core.run.safe_files import os_error_text, read_limited
+
+log = logging.getLogger(__name__)
 
 CONFIG = "config.json"
 ADAPTER = (
@@ -36,6 +39,22 @@ ACTIVATION_NAMES: dict[Activation, Texts] = {
     "silu": ("silu", "swish"),
     "relu2": ("relu2",),
 }
+# Settings that a part of the model's own goes with, if they are set and not 0.
+_UNSUPPORTED = {
+    "num_local_experts": "mixture of experts",
+    "num_experts": "mixture of experts",
+    "n_routed_experts": "mixture of experts",
+    "kv_lora_rank": "latent attention (MLA)",
+    "add_cross_attention": "cross attention",
+    "cross_attention_layers": "cross attention",
+    "is_encoder_decoder": "encoder",
+    "use_bidirectional_attention": "attention to later tokens",
+    "vision_config": "images",
+    "audio_config": "sound",
+    "use_value_embeddings": "value embeddings (later nanochat)",
+}
+# Settings of a model of images and text that are its text model's too.
+_SHARED_WITH_TEXT = ("bos_token_id", "eos_token_id", "quantization_config", "tie_word_embeddings")
 _ACTIVATIONS = {theirs: ours for ours, names in ACTIVATION_NAMES.items() for theirs in names}
 
 
@@ -80,14 +99,20 @@ def read_config(directory: Path, name: str = CONFIG) -> tuple[SourceConfig | Non
     if not isinstance(values, dict):
         return None, [f"{name}: holds no mapping of settings; fetch it again"]
     faults: list[str] = []
+    values = _text_config(values)
     family = _find_family(values, faults)
+    faults += [
+        f"{key}: {repr(values[key])[:40]} is not supported: the decoder has no {part}"
+        for key, part in _UNSUPPORTED.items()
+        if values.get(key)
+    ]
     if family is None:
         return None, faults
     dialect = family.hugging_face
     faults += [
         f"{key}: {values[key]!r} is not supported; it must be {only!r}"
         for key, only in dialect.fixed.items()
-        if values.get(key, only) != only
+        if values.get(key, only) != only and (values[key] is not None or only)
     ]
     if (method := values.get("quantization_config")) is not None:
         method = method.get("quant_method") if isinstance(method, Mapping) else method
@@ -119,6 +144,19 @@ def read_config(directory: Path, name: str = CONFIG) -> tuple[SourceConfig | Non
     architecture = (values.get("architectures") or [dialect.causal])[0]
     bos, eos = values.get("bos_token_id"), values.get("eos_token_id")
     return SourceConfig(model, architecture, bos, eos), []
+
+
+def _text_config(values: Values) -> Values:
+    """Return the settings of the text model, which a model of images and text holds."""
+    text = values.get("text_config")
+    for family in FAMILIES.values():
+        dialect = family.hugging_face
+        wrapper = dialect.wrapper
+        if wrapper and values.get("model_type") == wrapper and isinstance(text, dict):
+            log.warning("%s: only its text model is read, a %s", wrapper, dialect.causal)
+            shared = {key: values[key] for key in _SHARED_WITH_TEXT if key in values}
+            return {"model_type": dialect.model_type, **shared, **text}
+    return values
 
 
 def _find_family(values: Values, faults: list[str]) -> Family | None:
@@ -170,9 +208,7 @@ def _model_fields(values: Values, family: Family, faults: list[str]) -> Values:
     head_dim = fields.setdefault("head_dim", values.get("head_dim"))
     if type(head_dim) is int and isinstance(heads, int) and head_dim * heads == hidden:
         fields["head_dim"] = None
-    if family.positions != "rotary":
-        return fields
-    return {**fields, **rope_fields(values, family, faults)}
+    return {**fields, **attention_fields(values, family, fields.get("num_layers"), faults)}
 
 
 def config_faults(model: ModelConfig) -> list[str]:
@@ -196,9 +232,11 @@ def write_config(
 ) -> None:
     """Write a config.json; `dtype` is the weights' type by torch's name (`bfloat16`)."""
     dialect = FAMILIES[model.family].hugging_face
+    scalar = model.query_pre_attn_scalar or model.head_width
     resolved = {
         **dict(model),
         "num_kv_heads": model.kv_heads,
+        "query_pre_attn_scalar": int(scalar) if scalar == int(scalar) else scalar,
         "head_dim": model.head_width,
         "activation": ACTIVATION_NAMES[model.activation][0],
     }
@@ -213,11 +251,6 @@ def write_config(
         "eos_token_id": eos_token_id,
         "torch_dtype": dtype,
         "use_cache": True,
+        **attention_settings(model),
     }
-    if FAMILIES[model.family].positions == "rotary":
-        values["rope_parameters"] = rope_settings(
-            model.rotary_base, model.rotary_pct, model.rope_scaling
-        )
-    if model.rope_scaling is not None:
-        values["rope_scaling"] = scaling_settings(model.rope_scaling)
     path.write_text(json.dumps(dict(sorted(values.items())), indent=2) + "\n", encoding="utf-8")

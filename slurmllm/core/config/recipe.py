@@ -149,7 +149,8 @@ class ModelConfig(Section):
     """The shape of the model; fields with a default of the family may be left out."""
 
     family: FamilyName
-    """Model family: neox (GPT-NeoX, Pythia), llama (Llama 2 and 3), qwen3 or gpt3."""
+    """Model family: neox (GPT-NeoX, Pythia), llama (Llama 2 and 3), qwen3, gpt3, mistral, smollm3,
+    olmo3, gemma3 or nanochat."""
     num_layers: Annotated[PositiveInt, Field(le=100_000)]
     """Decoder layers."""
     hidden_size: PositiveInt

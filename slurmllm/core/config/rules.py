@@ -152,6 +152,25 @@ def rotary_kinds_rotate(family: str, pct: float, pattern: Any) -> str:
     )
 
 
+@_rule("model.family", "model.attention_pattern", "model.num_layers")
+def family_has_such_layers(family: str, pattern: Any, count: int) -> str:
+    keys = FAMILIES[family].hugging_face.layers
+    if keys is None or not (fault := keys.fault(pattern[:count])):
+        return ""
+    return f"model.attention_pattern: {fault} (model.family {family})"
+
+
+_require(
+    "model.family",
+    "model.rope_scaling.truncate",
+    holds=lambda family, truncate: (
+        truncate is not False or "" in FAMILIES[family].hugging_face.rope_bases
+    ),
+    fault="model.rope_scaling.truncate: transformers' model of the family {0} always rounds; leave "
+    "it out",
+)
+
+
 def _with_option(name: str) -> str:
     families = [family.name for family in FAMILIES.values() if name in family.optional]
     return f"model.family {_alternatives(families)}" if families else "a family that has it"

@@ -43,7 +43,7 @@ tiny_llama | YARN mscale=1 | mscale and mscale_all_dim must be set together, or 
 tiny_llama | YARN model.rotary_base=1 | 1 does not go with the scaling yarn; choose a base above 1
 tiny_llama | ROPE factor=0.5 | factor=0.5): must be greater than or equal to 1
 tiny_llama | ROPE low_freq_factor=4 | low_freq_factor: 4 is not less than high_freq_factor 4; choose
-tiny_gpt3  | ROPE | gpt3 has no scaled positions; leave it out, or choose model.family llama or qwen
+tiny_gpt3  | ROPE | gpt3 has no scaled positions; leave it out, or choose model.family llama, qwen3
 tiny_gpt3  | model.num_kv_heads=2 | gpt3 has as many key and value heads as attention heads; set 6
 tiny_llama | model.num_kv_heads=4 | 4 does not divide model.num_heads 6; choose 1, 2, 3 or 6
 tiny_llama | model.output_init_std=0.01 | 0.01 and model.scaled_init both set the standard deviation

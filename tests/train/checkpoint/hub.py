@@ -10,7 +10,7 @@ from torch import Tensor, nn
 transformers = pytest.importorskip("transformers")
 transformers.utils.logging.disable_progress_bar()
 
-IDS = {"bos_token_id": 0, "eos_token_id": 0}
+IDS: dict[str, Any] = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": None}
 
 
 _SIZES = {
@@ -24,6 +24,11 @@ FAMILIES: dict[str, tuple[str, str, dict[str, int]]] = {
     "llama": ("LlamaConfig", "LlamaForCausalLM", _GROUPED),
     # heads wider than hidden_size / heads
     "qwen3": ("Qwen3Config", "Qwen3ForCausalLM", {**_GROUPED, "head_dim": 12}),
+    "mistral": ("MistralConfig", "MistralForCausalLM", _GROUPED),
+    "smollm3": ("SmolLM3Config", "SmolLM3ForCausalLM", {**_GROUPED, "num_hidden_layers": 5}),
+    "olmo3": ("Olmo3Config", "Olmo3ForCausalLM", {**_GROUPED, "num_hidden_layers": 5}),
+    "gemma3": ("Gemma3TextConfig", "Gemma3ForCausalLM", {**_GROUPED, "head_dim": 12}),
+    "nanochat": ("NanoChatConfig", "NanoChatForCausalLM", _GROUPED),
     "gpt3": ("GPT2Config", "GPT2LMHeadModel", _GPT2),
 }
 

@@ -10,10 +10,12 @@ from rounding import assert_rounded, forward_terms
 from safetensors.torch import save_file
 from torch import nn
 
+from slurmllm.core.config.huggingface import read_config
 from slurmllm.core.config.recipe import ModelConfig
 from slurmllm.core.errors import StorageError
 from slurmllm.core.run.artifact_records import ImportedModel
 from slurmllm.data.tokenizer import train_tokenizer
+from slurmllm.plan.parameters import parameters
 from slurmllm.train.checkpoint.folder import file_faults, read_manifest
 from slurmllm.train.checkpoint.formats import safetensors_files
 from slurmllm.train.checkpoint.formats.exporting import plan_export, run_export
@@ -57,6 +59,16 @@ SCALED = {
 }
 YARN = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "truncate": False}
 YARN["original_max_position_embeddings"] = 6
+WINDOWS: dict[str, Any] = {
+    "num_hidden_layers": 5,
+    "sliding_window": 4,
+    "layer_types": [f"{kind}_attention" for kind in ("full", "sliding", "sliding", "full", "full")],
+}
+OWN_ROPES = {
+    "full_attention": {"rope_type": "default", "rope_theta": 77.0},
+    "sliding_attention": {**YARN, "truncate": True},
+}
+CAPPED = {"final_logit_softcapping": 3.0, "rope_theta": 500.0, "rope_local_base_freq": 50.0}
 MODELS: list[tuple[str, dict[str, Any]]] = [
     ("neox", {"rope_parameters": {**ROPE, "partial_rotary_factor": 0.5}, "attention_bias": False}),
     ("neox", {"use_parallel_residual": False, "hidden_act": "gelu_fast", "num_hidden_layers": 1}),
@@ -70,6 +82,20 @@ MODELS: list[tuple[str, dict[str, Any]]] = [
     ("qwen3", {"rope_parameters": SCALED, "attention_bias": True}),
     ("qwen3", {"rope_parameters": YARN}),
     ("qwen3", {"tie_word_embeddings": True, "num_attention_heads": 2, "num_key_value_heads": 1}),
+    ("mistral", {"sliding_window": 5, "head_dim": 10}),
+    ("mistral", {"sliding_window": None, "rope_parameters": {**YARN, "truncate": True}}),
+    ("smollm3", {"no_rope_layers": [1, 0, 0, 1, 1], "mlp_bias": True, "attention_bias": True}),
+    ("smollm3", {"use_sliding_window": True, "sliding_window": 4, "no_rope_layer_interval": 2}),
+    ("smollm3", {**WINDOWS, "use_sliding_window": True, "tie_word_embeddings": False}),
+    ("olmo3", {"sliding_window": 4, "tie_word_embeddings": True}),
+    ("olmo3", {**WINDOWS, "rope_scaling": {"type": "linear", "factor": 2.0}}),
+    ("olmo3", {"sliding_window": 3, "rope_parameters": OWN_ROPES, "attention_bias": True}),
+    ("gemma3", {"num_hidden_layers": 7, "sliding_window": 5}),
+    ("gemma3", {**WINDOWS, "rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}),
+    ("gemma3", {"sliding_window_pattern": 2, "query_pre_attn_scalar": 30, **CAPPED}),
+    ("gemma3", {"layer_types": ["sliding_attention"] * 2, "tie_word_embeddings": False}),
+    ("nanochat", {"attention_bias": True, "tie_word_embeddings": True}),
+    ("nanochat", {"final_logit_softcapping": None, "rope_parameters": SCALED}),
     ("gpt3", {"tie_word_embeddings": False, "activation_function": "gelu", "n_inner": None}),
     ("gpt3", {"n_head": 1, "layer_norm_epsilon": 1e-6, "n_positions": 2}),
 ]
@@ -90,6 +116,9 @@ def test_there_and_back(family: str, settings: dict[str, Any], tmp_path: Path) -
     back = AutoModel.from_pretrained(tmp_path / "back")
     assert type(back) is type(original)
     equal(original, back)
+    assert parameters(config) == sum(tensor.numel() for tensor in original.parameters())
+    again, faults = read_config(tmp_path / "back")
+    assert (faults, again.model if again else None) == ([], config)
     resumed = back.eval()(hub.tokens(original)).logits
     assert_rounded(resumed, expected, forward_terms(config))
 
@@ -135,7 +164,7 @@ def test_no_more_than_a_file_is_held(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert len(held) >= 6
 
 
-@pytest.mark.parametrize("family", ["neox", "llama"])
+@pytest.mark.parametrize("family", ["neox", "llama", "gemma3", "nanochat"])
 def test_bf16_stays_and_is_made(family: str, tmp_path: Path) -> None:
     original = hub.small(family)
     half = hub.save(original.to(torch.bfloat16), tmp_path / "hub")

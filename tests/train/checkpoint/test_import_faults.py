@@ -22,7 +22,10 @@ from slurmllm.train.checkpoint.formats.model_folders import TokenizerFiles
 from train.checkpoint import hub
 
 INDEX = "model.safetensors.index.json"
-SAVED = ("neox", "llama", "gpt3", "qwen3")
+SAVED = ("neox", "llama", "gpt3", "qwen3", "mistral", "smollm3", "olmo3", "gemma3")
+YARN = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 8}
+SCALED = {"rope_type": "linear", "rope_theta": 100.0}
+TWO = (("full", 2.0), ("sliding", 3.0))
 
 
 @pytest.fixture(scope="module")
@@ -67,11 +70,11 @@ def tensors(source: Path, change: Callable[[dict[str, torch.Tensor]], object]) -
     [
         (
             "llama",
-            {"architectures": ["MistralForCausalLM"], "model_type": "mistral"},
-            "architectures: MistralForCausalLM is not known; known are GPTNeoXForCausalLM, "
+            {"architectures": ["PhiForCausalLM"], "model_type": "phi"},
+            "architectures: PhiForCausalLM is not known; known are GPTNeoXForCausalLM, "
             "LlamaForCausalLM, GPT2LMHeadModel, Qwen3ForCausalLM",
         ),
-        ("llama", {"model_type": "mistral"}, "model_type: 'mistral' is not known; known are"),
+        ("llama", {"model_type": "phi"}, "model_type: 'phi' is not known; known are"),
         ("llama", {"model_type": "gpt2"}, "model_type: 'gpt2' is not that of LlamaForCausalLM"),
         ("llama", {"architectures": None, "model_type": None}, "must name the model's class"),
         (
@@ -90,6 +93,53 @@ def tensors(source: Path, change: Callable[[dict[str, torch.Tensor]], object]) -
             "rope_scaling.mrope_section: [2, 2] is not known for 'yarn'",
         ),
         ("qwen3", {"use_sliding_window": True}, "use_sliding_window: True is not supported"),
+        ("llama", {"num_local_experts": 8}, "num_local_experts: 8 is not supported: the decoder"),
+        ("llama", {"kv_lora_rank": 512}, "the decoder has no latent attention (MLA)"),
+        ("mistral", {"sliding_window": 0}, "sliding_window: 0 is not a number of tokens"),
+        ("mistral", {"layer_types": ["full_attention"] * 2}, "all layers have the sliding_window"),
+        ("smollm3", {"no_rope_layers": [1, 0]}, "no_rope_layers: must be a list with 1 or 0 of 5"),
+        (
+            "smollm3",
+            {"no_rope_layers": [1, 0, 2, 1, 1]},
+            "no_rope_layers: 2 is not supported; only",
+        ),
+        (
+            "smollm3",
+            {"layer_types": ["sliding_attention"] * 5},
+            "layer_types: sliding_attention needs a sliding_window",
+        ),
+        (
+            "olmo3",
+            {"layer_types": ["chunked_attention"] * 5},
+            "layer_types: 'chunked_attention' is not supported; only sliding_attention and full_at",
+        ),
+        (
+            "olmo3",
+            {"rope_parameters": {"rope_type": "default"}},
+            "rope_type: is not a type of layer",
+        ),
+        (
+            "olmo3",
+            {"rope_parameters": None, "rope_theta": 10000.0},
+            "rope_theta: 10000.0 is for all layers in version 4",
+        ),
+        (
+            "olmo3",
+            {"rope_parameters": {f"{t}_attention": SCALED | {"factor": f} for t, f in TWO}},
+            "only one type of layers may have scaled positions",
+        ),
+        (
+            "olmo3",
+            {"rope_parameters": {"full_attention": YARN | {"truncate": False}}},
+            "truncate: transformers' model of the family olmo3 always rounds",
+        ),
+        ("gemma3", {"use_bidirectional_attention": True}, "has no attention to later tokens"),
+        ("gemma3", {"attn_logit_softcapping": 50.0}, "it must be None"),
+        (
+            "gemma3",
+            {"layer_types": None, "_sliding_window_pattern": 3},
+            "_sliding_window_pattern: is not read",
+        ),
         ("llama", {"rope_parameters": {"partial_rotary_factor": 0.5}}, "model.rotary_pct: 0.5"),
         ("neox", {"head_dim": 16}, "model.head_dim: 16 times 4 heads is not model.hidden_size 32"),
         ("llama", {"head_dim": {}}, "head_dim: {}: Input should be a valid integer"),

@@ -16,7 +16,6 @@ from rounding import assert_rounded, forward_terms, gradient_terms
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from slurmllm.core.config.families import FAMILIES
 from slurmllm.core.config.recipe import ModelConfig
 from slurmllm.core.config.rules import broken_rules
 from slurmllm.core.config.yaml_source import flatten
@@ -245,7 +244,7 @@ def documents(seq_len: int, how_many: float, generator: torch.Generator) -> Tens
     return places - torch.where(begins, places, 0).cummax(1).values
 
 
-@pytest.mark.parametrize("family", sorted(FAMILIES))
+@pytest.mark.parametrize("family", sorted(NAMES))
 @settings(max_examples=amount(8, of=100), derandomize=True)
 @given(data=st.data())
 def test_logits_loss_and_gradients(family: str, data: st.DataObject) -> None:

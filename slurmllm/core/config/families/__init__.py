@@ -20,10 +20,15 @@ from slurmllm.core.config.families.family import Activation as Activation
 from slurmllm.core.config.families.family import Family as Family
 from slurmllm.core.config.families.family import Sharding as Sharding
 from slurmllm.core.config.families.family import gate_block as gate_block
+from slurmllm.core.config.families.gemma3 import GEMMA3
 from slurmllm.core.config.families.gpt3 import GPT3
 from slurmllm.core.config.families.llama import LLAMA
+from slurmllm.core.config.families.mistral import MISTRAL
+from slurmllm.core.config.families.nanochat import NANOCHAT
 from slurmllm.core.config.families.neox import NEOX
+from slurmllm.core.config.families.olmo3 import OLMO3
 from slurmllm.core.config.families.qwen3 import QWEN3
+from slurmllm.core.config.families.smollm3 import SMOLLM3
 from slurmllm.core.errors import ConfigError
 
 FAMILIES: dict[str, Family] = {}
@@ -48,7 +53,7 @@ def register(family: Family) -> None:
     FAMILIES[family.name] = family
 
 
-for _family in (NEOX, LLAMA, GPT3, QWEN3):
+for _family in (NEOX, LLAMA, GPT3, QWEN3, MISTRAL, SMOLLM3, OLMO3, GEMMA3, NANOCHAT):
     register(_family)
 BUILT_IN = frozenset(FAMILIES)
 

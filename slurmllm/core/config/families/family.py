@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -27,11 +27,12 @@ Sharding = Literal["vocabulary", "column", "row", "sequence", "head", "heads"]
 # `checkpoint/formats/huggingface.py`:
 #   same         equal
 #   qkv          queries, keys and values, each a matrix
+#   swapped_qkv  the same, rotated in the other direction: halves of each query and key swapped
 #   neox_qkv     one matrix grouped by head, with GPT-NeoX's order of rotary dimensions
 #   gate_up      gate and up, each a matrix
 #   conv1d       GPT-2's [in, out]
 #   conv1d_qkv   GPT-2's [in, out] with queries, keys and values one after the other
-Layout = Literal["same", "qkv", "neox_qkv", "gate_up", "conv1d", "conv1d_qkv"]
+Layout = Literal["same", "qkv", "swapped_qkv", "neox_qkv", "gate_up", "conv1d", "conv1d_qkv"]
 
 # Key of config.json, and its default in transformers' configuration class
 ForeignKey = tuple[str, Any]
@@ -57,6 +58,42 @@ def module_table(layer: str, table: str) -> tuple[ModuleMapping, ...]:
 
 
 @dataclass(frozen=True)
+class LayerKeys:
+    """How a config.json describes the attention of each layer.
+
+    Attributes:
+        window: Default of `sliding_window`.
+        full_every: Default of `layer_types`: each layer of this multiple has full attention, the
+            others the window. 0: there is no such key.
+        unrotated_every: Default of `no_rope_layer_interval`: each layer of this multiple has no
+            rotary positions, unless `no_rope_layers` says otherwise, and `use_sliding_window`
+            gives these the window. 0: there are no such keys.
+    """
+
+    window: int | None
+    full_every: int = 0
+    unrotated_every: int = 0
+
+    def fault(self, pattern: Sequence[Mapping[str, Any]]) -> str:
+        """Return why no config.json has these layers (fields of `LayerAttention`), or nothing."""
+        ropes: dict[Any, set[Any]] = {}  # window → rope
+        for kind in pattern:
+            ropes.setdefault(kind.get("window"), set()).add(kind.get("rope"))
+        every = set().union(*ropes.values())
+        if len(ropes.keys() - {None}) > 1:
+            return "has windows of several lengths; choose one"
+        if not self.full_every and not self.unrotated_every and len(ropes) > 1:
+            return "has layers with and without a window; give all the same"
+        if not self.unrotated_every and "none" in every:
+            return "has layers without rotary positions; leave rope out"
+        if not self.full_every and every - {None, "none"}:
+            return "has layers with another base; set model.rotary_base for all"
+        if not self.unrotated_every and any(len(kinds) > 1 for kinds in ropes.values()):
+            return "has several bases for layers with the same window; choose one"
+        return ""
+
+
+@dataclass(frozen=True)
 class HuggingFaceModel:
     """A family's configuration and tensors in transformers.
 
@@ -68,6 +105,10 @@ class HuggingFaceModel:
         prefix: Prefix of names that files of the model without its head omit.
         renamed: Pattern of an older version's name → replacement.
         buffers: Pattern of computed tensors that older versions saved.
+        rope_bases: Layer type → key of the base of its rotary angles, and its default; version 5
+            has `rope_parameters` by type. "": all layers have the same.
+        layers: How the layers' attention is described, if they may differ.
+        wrapper: Type of a model of several kinds of input whose `text_config` is such a model.
         always_biased: Fields of `ModelConfig` whose biases transformers' model always has;
             zeros are exported if ours has none.
     """
@@ -83,6 +124,9 @@ class HuggingFaceModel:
     written: Values = field(default_factory=dict)
     renamed: tuple[tuple[str, str], ...] = ()
     buffers: str = r"(?!)"  # matches nothing
+    rope_bases: Mapping[str, ForeignKey] = field(default_factory=lambda: {"": ("rope_theta", 1e4)})
+    layers: LayerKeys | None = None
+    wrapper: str = ""
     always_biased: Texts = ()
 
     def current_name(self, name: str) -> str | None:

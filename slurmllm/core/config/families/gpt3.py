@@ -62,7 +62,6 @@ GPT3 = Family(
         fixed={
             "scale_attn_weights": True,
             "scale_attn_by_inverse_layer_idx": False,
-            "add_cross_attention": False,
         },
         # The configuration class has dropouts of 0.1.
         written={"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0},

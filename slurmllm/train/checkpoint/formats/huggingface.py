@@ -64,6 +64,16 @@ def _ungroup_qkv(config: ModelConfig, ours: Tensor) -> Sequence[Tensor]:
     return [block.flatten(0, 1) for block in parts]
 
 
+def _swap_halves(config: ModelConfig, qkv: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Swap the halves of every query and key, which turns their rotation around."""
+    queries, keys, values = qkv
+    swapped = [
+        _unflatten_rows(block, -1, 2, config.head_width // 2).flip(1).flatten(0, 2)
+        for block in (queries, keys)
+    ]
+    return [*swapped, values]
+
+
 def _interleave(config: ModelConfig, gate_up: Sequence[Tensor]) -> Tensor:
     blocks = [_unflatten_rows(block, -1, config.gate_block) for block in gate_up]
     return torch.stack(blocks, dim=1).flatten(0, 2)
@@ -83,6 +93,10 @@ def _transposed(tensor: Tensor) -> Tensor:
 LAYOUTS: dict[Layout, TensorLayout] = {
     "same": TensorLayout(lambda _, theirs: theirs[0], lambda _, ours: [ours]),
     "qkv": TensorLayout(_group_qkv, _ungroup_qkv),
+    "swapped_qkv": TensorLayout(
+        lambda config, theirs: _group_qkv(config, _swap_halves(config, theirs)),
+        lambda config, ours: _swap_halves(config, _ungroup_qkv(config, ours)),
+    ),
     "gate_up": TensorLayout(_interleave, _deinterleave),
     "neox_qkv": TensorLayout(
         lambda config, theirs: _reorder_heads(config, theirs[0], inverse=False),

@@ -1,0 +1,49 @@
+"""nanochat: Karpathy 2025 (github.com/karpathy/nanochat), as transformers has it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from slurmllm.core.config.families.family import module_table
+from slurmllm.core.config.families.llama import LLAMA
+
+_THEIRS = LLAMA.hugging_face
+_MODULES = """
+    embed                    same         model.embed_tokens
+    layers.{}.attention.qkv  swapped_qkv  .self_attn.q_proj .self_attn.k_proj .self_attn.v_proj
+    layers.{}.attention.out  same         .self_attn.o_proj
+    layers.{}.mlp.up         same         .mlp.fc1
+    layers.{}.mlp.down       same         .mlp.fc2
+    head                     same         lm_head
+"""
+
+NANOCHAT = replace(
+    LLAMA,
+    name="nanochat",
+    gated=False,
+    defaults={**LLAMA.defaults, "activation": "relu2", "qk_norm": True},
+    choices={
+        **LLAMA.choices,
+        "activation": ("relu2", "gelu", "gelu_tanh", "silu"),
+        "mlp_bias": (False,),
+        "qk_norm": (True,),
+    },
+    optional=LLAMA.optional | {"logits_softcap"},
+    norm_weight="none",
+    embedding_norm=True,
+    qk_norm_after_rotation=True,
+    # transformers/models/nanochat
+    hugging_face=replace(
+        _THEIRS,
+        model_type="nanochat",
+        causal="NanoChatForCausalLM",
+        base="NanoChatModel",
+        keys={
+            **{name: key for name, key in _THEIRS.keys.items() if name != "mlp_bias"},
+            "activation": ("hidden_act", "relu2"),
+            "logits_softcap": ("final_logit_softcapping", 15.0),
+        },
+        written={**_THEIRS.written, "pad_token_id": None},
+        modules=module_table("model.layers.{}", _MODULES),
+    ),
+)
