@@ -153,7 +153,7 @@ def document_starts(positions: Tensor) -> Tensor:
     return torch.arange(positions.shape[1], device=positions.device) - positions
 
 
-def first_keys(positions: Tensor, window: int | None) -> Tensor:
+def first_keys(positions: Tensor, window: int | Tensor | None = None) -> Tensor:
     """Return the index of the first token that each token attends to, [batch, seq].
 
     That is its document's first, or the first of the `window` tokens that end with itself.
@@ -161,7 +161,7 @@ def first_keys(positions: Tensor, window: int | None) -> Tensor:
     start = document_starts(positions)
     if window is None:
         return start
-    return start.maximum(torch.arange(1 - window, start.shape[1] + 1 - window, device=start.device))
+    return start.maximum(torch.arange(1, start.shape[1] + 1, device=start.device) - window)
 
 
 def document_mask(positions: Tensor, dtype: torch.dtype, window: int | None = None) -> Tensor:
@@ -178,11 +178,11 @@ def document_mask(positions: Tensor, dtype: torch.dtype, window: int | None = No
     return zeros.masked_fill_(~visible, -math.inf)
 
 
-def document_blocks(positions: Tensor, window: int | None = None) -> BlockMask:
+def document_blocks(positions: Tensor, window: Tensor | None = None) -> BlockMask:
     """Return the mask of `document_mask` for flex_attention, which computes only what it allows.
 
     The blocks follow from the first keys: torch's `create_block_mask` looks at all pairs of
-    tokens. The host waits for nothing.
+    tokens. The host waits for nothing. A `window` is a tensor: one graph serves all windows.
     """
     first = first_keys(positions, window).int()
     length = first.shape[1]

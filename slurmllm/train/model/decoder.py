@@ -50,11 +50,11 @@ class VectorNorm(nn.RMSNorm):
     def forward(self, x: Tensor) -> Tensor:
         values = x.float()
         assert self.eps is not None
-        mean = values.square().mean((-2, -1), keepdim=True)
-        if isinstance(mean, DTensor):  # of the worker's heads: a partial result
-            mean = mean.redistribute(placements=[Replicate()])
-        weight = self.weight.view(x.shape[-2:])
-        return (weight * (values * torch.rsqrt(mean + self.eps))).type_as(x)
+        total = values.square().sum((-2, -1), keepdim=True)
+        if isinstance(total, DTensor):  # of the worker's heads: a partial sum
+            total = total.redistribute(placements=[Replicate()])
+        scale = torch.rsqrt(total / self.weight.numel() + self.eps)
+        return (self.weight.view(x.shape[-2:]) * (values * scale)).type_as(x)
 
 
 class Attention(nn.Module):
@@ -284,7 +284,7 @@ class Decoder(nn.Module):
         self.output = Output(config.vocab_size, config.logits_softcap)
         # Makes masks of blocks from positions and a window, for compiled blocks; None: masks are
         # dense.
-        self.document_blocks: Callable[[Tensor, int | None], BlockMask] | None = None
+        self.document_blocks: Callable[[Tensor, Tensor | None], BlockMask] | None = None
         self.rotary: Tensor
         # Base and scaling of rotary positions → name of their table.
         self.rotary_names: dict[tuple[float, RopeScaling | None], str] = {}
@@ -390,7 +390,8 @@ class Decoder(nn.Module):
             positions = torch.arange(length, device=x.device).unsqueeze(0)
         if self.document_blocks is None:
             return document_mask(positions, x.dtype, window)
-        return self.document_blocks(positions.expand(x.shape[0], -1), window)
+        tokens = None if window is None else torch.full((), window, device=x.device)
+        return self.document_blocks(positions.expand(x.shape[0], -1), tokens)
 
 
 def make_norm(config: ModelConfig) -> nn.Module:

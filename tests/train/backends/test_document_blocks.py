@@ -108,7 +108,7 @@ def test_one_mask_a_micro_batch_and_one_graph_for_all_blocks(
     make_mask = decoder.document_blocks
     assert make_mask is not None
 
-    def counting(positions: torch.Tensor, window: int | None) -> flex_attention.BlockMask:
+    def counting(positions: torch.Tensor, window: Tensor | None) -> flex_attention.BlockMask:
         masks.append(mask := make_mask(positions, window))
         return mask
 

@@ -274,14 +274,15 @@ _TENSOR_SIZES = (1, 2, 4, 8, 16, 32)
 
 
 def _missing_kinds(model: ModelConfig) -> list[str]:
-    """Return what the model has and `nxd/model.py` does not compute."""
+    """Return a fault if the model has what `nxd/model.py` does not compute."""
     family = FAMILIES[model.family]
     missing = [f"model.{name}" for name in EXTRAS if getattr(model, name)]
     around_blocks = family.embedding_norm or family.scaled_embedding
     own_norms = family.qk_norm_over == "vector" or family.qk_norm_after_rotation
     if around_blocks or own_norms or family.norm_places != "before":
         missing.append(f"model.family {model.family}")
-    return missing
+    text = f"backend: nxd has no {', '.join(missing)}; --set backend=native"
+    return [text] if missing else []
 
 
 def unsupported(config: RunConfig) -> list[str]:
@@ -290,7 +291,7 @@ def unsupported(config: RunConfig) -> list[str]:
     parallel = recipe.parallel
     train = recipe.train
     model = recipe.model
-    faults = []
+    faults = _missing_kinds(model)
     if cluster.device == "cuda":
         faults.append(
             "backend: nxd: neuronx-distributed computes on neuron devices (for tests, on cpu), not "
@@ -328,8 +329,6 @@ def unsupported(config: RunConfig) -> list[str]:
             f"parallel.tensor: {parallel.tensor}: the collectives of trn1 work on "
             f"{', '.join(map(str, _TENSOR_SIZES))} cores"
         )
-    if special := _missing_kinds(model):
-        faults.append(f"backend: nxd has no {', '.join(special)}; --set backend=native")
     name = cluster.instance_type
     # No run has a profile for planning as its cluster.
     if cluster.device != "neuron" or name is None or cluster.planning_only is not None:
