@@ -15,7 +15,7 @@ import math
 from collections.abc import Iterable
 
 from slurmllm.core.config.families import FAMILIES
-from slurmllm.core.config.recipe import ModelConfig
+from slurmllm.core.config.recipe import MUON, ModelConfig
 from slurmllm.core.config.resolve import RunConfig
 from slurmllm.core.format import format_gib
 from slurmllm.plan.mesh import (
@@ -25,7 +25,13 @@ from slurmllm.plan.mesh import (
     has_block_masks,
     one_pass_adamw,
 )
-from slurmllm.plan.parameters import layer_windows, num_norms, parameter_counts, up_width
+from slurmllm.plan.parameters import (
+    layer_windows,
+    muon_shapes,
+    num_norms,
+    parameter_counts,
+    up_width,
+)
 from slurmllm.plan.step import formats
 
 _FP32, _FP64, _BF16, _INT32, _INT64 = 4, 8, 2, 4, 8
@@ -68,9 +74,13 @@ def memory_moments(config: RunConfig, mesh: Mesh, rank: int) -> tuple[dict[str, 
     if one_pass_adamw(config, mesh):
         gathered, copies = 0, gathered * width.computed
         summed = width.reduced if accumulates else width.computed
+    moments, passing = 2 * share.total, 0
+    if config.recipe.optim.name == MUON:
+        moments -= share.blocks * share.matrices
+        passing = muon_round(config, mesh)
     resting = {
         "weights": stored * width.stored + copies,  # its share, in the formats they are kept in
-        "optimizer": 2 * share.total * width.stored,  # both moments of its share
+        "optimizer": moments * width.stored,  # of its share
         # Of pipeline stages, one a micro batch each way.
         "pipeline buffers": steps.receive_buffers(),
         "batch": batch_bytes(config, mesh) * steps.batches(),  # tokens, labels and positions
@@ -86,8 +96,8 @@ def memory_moments(config: RunConfig, mesh: Mesh, rank: int) -> tuple[dict[str, 
         # block's backward pass.
         "output or block": max(steps.output(), steps.block() + transient * width.reduced),
     }
-    # On CPUs the norm's fp64 sum copies one tensor at a time.
-    passing = share.largest * _FP64 if config.cluster.device == "cpu" else 0
+    if config.cluster.device == "cpu":  # the norm's fp64 sum copies one tensor at a time
+        passing = max(passing, share.largest * _FP64)
     after = {
         # Of its share, from the end of the backward pass to the optimizer's step.
         "gradients": stored * summed,
@@ -95,6 +105,17 @@ def memory_moments(config: RunConfig, mesh: Mesh, rank: int) -> tuple[dict[str, 
         "end of the step": max(2 * outside * width.reduced, passing),
     }
     return resting, within, after
+
+
+def muon_round(config: RunConfig, mesh: Mesh) -> int:
+    """Return the bytes of a round of Muon (`train/backends/native/muon.py`) on a worker.
+
+    A matrix in bf16: sent, received, whole, and two more in an iteration, with two products; or the
+    result, sent to all copies and received from them.
+    """
+    largest = max(muon_shapes(config.recipe.model), key=math.prod)
+    iterating = 5 * math.prod(largest) + 2 * min(largest) ** 2
+    return _BF16 * max(iterating, (1 + 2 * mesh.replicate) * math.prod(largest))
 
 
 def dense_mask_warning(config: RunConfig) -> list[str]:

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, fields
 from functools import lru_cache
 from pathlib import Path
 
-from slurmllm.core.config.recipe import ADAMW, Recipe
+from slurmllm.core.config.recipe import ADAMW, OPTIMIZERS, Recipe
 from slurmllm.core.config.resolve import RunConfig
 from slurmllm.core.config.rules import choose, divisors
 from slurmllm.core.config.validate import PLANNER
@@ -58,6 +58,11 @@ class Mesh:
     def shard(self) -> int:
         """Data-parallel workers that share out a copy of weights and optimizer state."""
         return self.data // self.replicate
+
+    @property
+    def stage_workers(self) -> int:
+        """Workers of a pipeline stage."""
+        return self.data * self.tensor
 
     @property
     def degrees(self) -> str:
@@ -171,7 +176,7 @@ def fsdp_disabled(config: RunConfig, mesh: Mesh) -> bool:
     """
     recipe = config.recipe
     single = config.backend != "nxd" and mesh.data * mesh.tensor == 1
-    return single and recipe.optim.name == ADAMW and not recipe.hooks
+    return single and recipe.optim.name in OPTIMIZERS and not recipe.hooks
 
 
 def one_pass_adamw(config: RunConfig, mesh: Mesh) -> bool:
@@ -180,8 +185,9 @@ def one_pass_adamw(config: RunConfig, mesh: Mesh) -> bool:
     The native backend's `unsharded.py`, with torch 2.10 or later.
     """
     train = config.recipe.train
-    on_accelerator = config.cluster.device != "cpu" and train.compile
-    return on_accelerator and train.precision == "bf16_mixed" and fsdp_disabled(config, mesh)
+    if config.cluster.device == "cpu" or config.recipe.optim.name != ADAMW:
+        return False
+    return train.compile and train.precision == "bf16_mixed" and fsdp_disabled(config, mesh)
 
 
 # Devices on which the native backend has flex_attention, as `Device.document_attention`.

@@ -7,7 +7,7 @@ the forward pass: each product's two gradients are products of the same size.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
@@ -99,6 +99,20 @@ def block_shapes(model: ModelConfig) -> Shapes:
         **_linear("mlp.down", width, ffn, model.mlp_bias),
         **norms["mlp_out_norm"],
     }
+
+
+@lru_cache(maxsize=256)
+def muon_shapes(model: ModelConfig) -> tuple[tuple[int, int], ...]:
+    """Return the shapes of a block's matrices that Muon orthogonalizes, each on its own."""
+    width, keys = model.hidden_size, model.kv_heads * model.head_width
+    heads, ffn = model.num_heads * model.head_width, model.ffn_hidden_size
+    up = [(ffn, width)] * (2 if model.gated else 1)
+    return ((heads, width), (keys, width), (keys, width), (width, heads), *up, (width, ffn))
+
+
+def muon_parameters(model: ModelConfig) -> int:
+    """Return the parameters that Muon updates; it keeps one moment of each, AdamW two."""
+    return model.num_layers * sum(map(math.prod, muon_shapes(model)))
 
 
 def _norm(name: str, model: ModelConfig) -> Shapes:
@@ -205,6 +219,7 @@ class ParameterCounts(NamedTuple):
     outside: int
     blocks: int
     largest: int  # of the largest parameter
+    matrices: int  # of the matrices of one block
 
     @property
     def total(self) -> int:
@@ -228,7 +243,9 @@ def parameter_counts(
     block = [count(shape) for shape in blocks]
     of_stage = (name for name in outside if stage in pipeline_stages_of(name, model, pipeline))
     outer = [count(outside[name]) for name in of_stage]
-    return ParameterCounts(sum(block), sum(outer), model.num_layers // pipeline, max(block + outer))
+    matrices = sum(count(shape) for shape in blocks if len(shape) > 1)
+    layers = model.num_layers // pipeline
+    return ParameterCounts(sum(block), sum(outer), layers, max(block + outer), matrices)
 
 
 @dataclass(frozen=True)
@@ -251,6 +268,12 @@ class Product:
     def smallest(self) -> int:
         """The dimension that limits how well a device's matrix units are filled."""
         return min(self.m, self.n, self.k)
+
+
+def newton_schulz_product(shape: Sequence[int]) -> Product:
+    """Return a product as large as the three of one Newton-Schulz iteration on a matrix."""
+    small, large = sorted(shape)
+    return Product(small, small, 2 * large + small)
 
 
 @lru_cache(maxsize=4096)

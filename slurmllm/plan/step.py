@@ -28,6 +28,7 @@ from functools import lru_cache
 from statistics import fmean
 
 from slurmllm.core.config.cluster import Hardware
+from slurmllm.core.config.recipe import MUON
 from slurmllm.core.config.resolve import RunConfig
 from slurmllm.plan.mesh import Mesh, fsdp_disabled, has_block_masks
 from slurmllm.plan.parameters import (
@@ -40,6 +41,8 @@ from slurmllm.plan.parameters import (
     head_product,
     layer_windows,
     model_flops,
+    muon_shapes,
+    newton_schulz_product,
     rest_parameters,
     up_width,
 )
@@ -48,6 +51,8 @@ _BF16, _FP32 = 2, 4
 # Numbers a parameter that AdamW reads and writes: weight, gradient, both moments, and all but the
 # gradient again; the gradient once more for its norm.
 _ADAMW = 8
+# Muon: for the norm, the momentum (3), its direction (5), and the update (4).
+_MUON = 13
 # Adding a gradient to the sum of the micro batches before: two reads and a write.
 _ADD = 3
 # Passes over the logits: written and read for the loss, likewise for their gradient.
@@ -261,10 +266,31 @@ class _Step:
             "bubble": (mesh.pipeline - 1) * stage / mesh.virtual_pipeline,
             "transfer": crossing * crossings if mesh.pipeline > 1 else 0.0,
             "data": self._data_s(stage_parameters, block + recomputed_s),
-            "optimizer": _ADAMW * updated * self.formats.stored / self.bandwidth,
+            "optimizer": _ADAMW * updated * self.formats.stored / self.bandwidth + self._muon_s(),
         }
         hidden_s = sum(parts.values()) if self.host_runs_ahead else 0.0
         return StepTime(**parts, overhead=max(0.0, launches_s - hidden_s))
+
+    def _muon_s(self) -> float:
+        """Return what Muon takes longer than AdamW (`train/backends/native/muon.py`).
+
+        Owners share out the iterations, in bf16. In bf16, too, a worker sends its share of all
+        matrices to them, and they the results.
+        """
+        if self.recipe.optim.name != MUON:
+            return 0.0
+        mesh, hardware = self.mesh, self.hardware
+        shapes = muon_shapes(self.model)
+        iterations_s = [
+            product_s(newton_schulz_product(shape), hardware.bf16_tflops * 1e12, _BF16, hardware)
+            for shape in shapes
+        ]
+        owner_s = max(self.layers * sum(iterations_s) / mesh.stage_workers, *iterations_s)
+        share = self.layers * sum(map(math.prod, shapes)) / (mesh.shard * mesh.tensor)
+        passes_s = (_MUON - _ADAMW) * share * self.formats.stored / self.bandwidth
+        workers = group(1, mesh.stage_workers, mesh.devices_per_node)
+        steps = self.recipe.optim.ns_steps
+        return steps * owner_s + passes_s + 2 * gather_s(share * _BF16, workers, hardware)
 
     def _forward_s(self) -> float:
         mesh, parallel = self.mesh, self.recipe.parallel

@@ -9,7 +9,7 @@ import inspect
 import json
 import sys
 
-from slurmllm.core.config.recipe import ADAMW
+from slurmllm.core.config.recipe import OPTIMIZERS
 from slurmllm.core.config.resolve import RunConfig
 from slurmllm.core.config.validate import validate
 from slurmllm.core.errors import ConfigError, SlurmllmError
@@ -39,7 +39,7 @@ def import_plugins(config: RunConfig) -> None:
 
 def try_optimizer(config: RunConfig) -> None:
     """Make another package's optimizer from small parameters; ConfigError if that fails."""
-    if config.recipe.optim.name == ADAMW or config.backend != "native":
+    if config.recipe.optim.name in OPTIMIZERS or config.backend != "native":
         return
     import torch
 

@@ -21,9 +21,7 @@ EXIT_CODE = re.compile(r"# exit code (\d)")
 # What stands for something else: an ellipsis, a name in capitals, a choice.
 PLACEHOLDER = re.compile(r"[…\[]|\b[A-Z]+\b")
 # Files, weights and packages that an example's page made; what a page shows to be refused.
-THEIRS = re.compile(
-    r"my_|mine|muon|=weights|\.arrow|\.yaml|base/|=base@|trackers|notify|plugins|trn2"
-)
+THEIRS = re.compile(r"my_|mine|=weights|\.arrow|\.yaml|base/|=base@|trackers|notify|plugins|trn2")
 
 
 def commands(page: Path) -> Iterator[str]:

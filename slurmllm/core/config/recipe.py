@@ -368,6 +368,8 @@ class TrainConfig(Section):
 
 
 ADAMW = "adamw"  # the optimizer that every backend has
+MUON = "muon"  # of the native backend
+OPTIMIZERS = (ADAMW, MUON)  # others are of plugins
 PartName = Annotated[str, Field(pattern=r"^[A-Za-z][A-Za-z0-9_-]*$")]
 ModuleName = Annotated[str, Field(pattern=r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*$")]
 
@@ -379,9 +381,13 @@ class OptimConfig(Section):
     """The optimizer and the learning rate's schedule."""
 
     name: PartName = ADAMW
-    """The optimizer: adamw, or the name of one of your own (native backend)."""
+    """The optimizer: adamw; muon, for the matrices of the decoder layers, and AdamW for all else;
+    or the name of one of your own (the last two: native backend)."""
     lr: PositiveFloat
     """Learning rate after the warm-up."""
+    adamw_lr: PositiveFloat | None = None
+    """With muon, AdamW's learning rate after the warm-up; optim.lr if left out. It rises and falls
+    in proportion."""
     min_lr: NonNegativeFloat = 0.0
     """Learning rate at the decay's end."""
     warmup_steps: NonNegativeInt = 0
@@ -402,6 +408,15 @@ class OptimConfig(Section):
     """Adam's averaging constants."""
     eps: PositiveFloat = 1e-8
     """Adam's epsilon."""
+    momentum: _BelowOne = 0.95
+    """Muon's momentum."""
+    nesterov: bool = True
+    """Whether Muon's momentum is Nesterov's."""
+    ns_steps: Annotated[int, Field(ge=1, lt=100)] = 5
+    """Muon's Newton-Schulz iterations."""
+    adjust_lr_fn: Literal["match_rms_adamw", "original"] = "match_rms_adamw"
+    """Muon's factor of the learning rate for a matrix: match_rms_adamw, 0.2 · sqrt(max(rows,
+    columns)), with which AdamW's rate fits; original, sqrt(max(1, rows / columns))."""
     weight_decay: NonNegativeFloat = 0.01
     """Weight decay as in PyTorch's AdamW: each step takes lr · weight_decay of the weights, with
     the lr of that step. Composer's DecoupledAdamW takes lr / (largest lr) · weight_decay: divide
@@ -416,11 +431,13 @@ class OptimConfig(Section):
     @field_validator("settings")
     @classmethod
     def _belong_to_another_optimizer(cls, settings: Values, info: ValidationInfo) -> Values:
-        if settings and info.data.get("name") == ADAMW:
+        name = info.data.get("name")
+        if settings and name in OPTIMIZERS:
+            fields = {ADAMW: "optim.betas, optim.eps and optim.weight_decay"}
             raise ValueError(
-                "are only for optimizers of plugins, but optim.name is adamw; set optim.name to "
-                "one, or leave optim.settings out and set optim.betas, optim.eps and "
-                "optim.weight_decay"
+                f"are only for optimizers of plugins, but optim.name is {name}; set optim.name to "
+                "one, or leave optim.settings out and set "
+                f"{fields.get(name, 'optim.adamw_lr, optim.momentum, optim.nesterov …')}"
             )
         return settings
 
@@ -573,7 +590,7 @@ class Recipe(Section):
         if not self.worker.has_model:
             return []
         refs = [PluginRef("hooks", name, f"hooks.{name}") for name in self.hooks]
-        if self.optim.name != ADAMW:
+        if self.optim.name not in OPTIMIZERS:
             refs.append(PluginRef("optimizers", self.optim.name, "optim.name"))
         if self.model.family not in BUILT_IN:
             refs.append(PluginRef("models", self.model.family, "model.family"))

@@ -13,7 +13,7 @@ from typing import Any
 
 from slurmllm.core.config.data_sources import known_address
 from slurmllm.core.config.families import CHOSEN, EXTRAS, FAMILIES, gate_block
-from slurmllm.core.config.recipe import num_warmup_steps
+from slurmllm.core.config.recipe import MUON, OptimConfig, num_warmup_steps
 from slurmllm.core.config.variables import has_password
 from slurmllm.core.format import Texts
 
@@ -318,6 +318,19 @@ _require(
     fault="optim.warmup_ratio: {:g}, and optim.warmup_steps is {}: they exclude each other; set "
     "optim.warmup_steps=0 or optim.warmup_ratio=null",
 )
+
+
+def _used_by_muon(name: str, optimizer: str, value: Any) -> str:
+    if optimizer == MUON or value == OptimConfig.model_fields[name].default:
+        return ""
+    return (
+        f"optim.{name}: {_yaml_text(value)} is for optim.name muon, and optim.name is {optimizer}; "
+        "leave it out, or set optim.name=muon"
+    )
+
+
+for _name in ("adamw_lr", "momentum", "nesterov", "ns_steps", "adjust_lr_fn"):
+    RULES.append((("optim.name", f"optim.{_name}"), partial(_used_by_muon, _name)))
 
 
 @_rule("optim.warmup_steps", "optim.warmup_ratio", "optim.decay_steps", "train.steps")

@@ -14,6 +14,7 @@ from pathlib import Path
 import psutil
 
 from slurmllm.core.config.cluster import GIB, Cluster
+from slurmllm.core.config.recipe import MUON
 from slurmllm.core.config.resolve import RunConfig
 from slurmllm.core.errors import NodeError, SlurmllmError
 from slurmllm.core.format import format_names
@@ -21,7 +22,7 @@ from slurmllm.core.run.rundir import is_run, storage_errors, write_atomic
 from slurmllm.core.run.safe_files import os_error_text, replaceable_error, untrusted_error
 from slurmllm.core.slurm.client import wait_for
 from slurmllm.launch.diagnose import Findings, fail, judge, ok, skipped, unfit, warn
-from slurmllm.plan.parameters import parameters
+from slurmllm.plan.parameters import muon_parameters, parameters
 from slurmllm.plan.step import formats
 
 GB = 10**9
@@ -151,9 +152,12 @@ def shared_findings(cluster: Cluster, marker: Path, node: str) -> Findings:
 
 
 def checkpoints_bytes(config: RunConfig) -> int:
-    """Return what the checkpoints of a run take: weights and two moments, `keep` + 1 times."""
+    """Return what the checkpoints of a run take: weights and moments, `keep` + 1 times."""
     recipe = config.recipe
-    return 3 * parameters(recipe.model) * formats(config).stored * (recipe.checkpoint.keep + 1)
+    numbers = 3 * parameters(recipe.model)
+    if recipe.optim.name == MUON:
+        numbers -= muon_parameters(recipe.model)
+    return numbers * formats(config).stored * (recipe.checkpoint.keep + 1)
 
 
 def storage_findings(

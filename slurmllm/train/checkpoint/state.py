@@ -24,6 +24,7 @@ log = logging.getLogger(__name__)
 TRAIN_STATE = "train_state.json"
 # AdamW's state per parameter next to `step`, by torch's names.
 MOMENTS = ("exp_avg", "exp_avg_sq")
+MOMENTUM = "momentum_buffer"  # Muon's, likewise
 MODEL = "model.json"
 INDEX = "weights.safetensors.index.json"
 _MODEL_PREFIX = "model."

@@ -48,12 +48,17 @@ FLIGHT_RECORDER = PrivateNames(
     ("_dump_fr_trace",),
     "a hang on CPUs does not name the collective in which ranks wait",
 )
+MUON_UPDATE = PrivateNames(
+    "torch.optim._muon",
+    ("_zeropower_via_newtonschulz", "_adjust_lr"),
+    "optim.name=muon is refused",
+)
 TASK_FUNCTIONS = PrivateNames(
     "lm_eval.tasks._yaml_loader",
     ("_mk_function_ctor",),
     "tasks that come neither with lm_eval nor with slurmllm need --allow-code-execution",
 )
-FEATURES = (SIGNED_OBJECTS, CHECKPOINT_INDEX, FLIGHT_RECORDER, TASK_FUNCTIONS)
+FEATURES = (SIGNED_OBJECTS, CHECKPOINT_INDEX, FLIGHT_RECORDER, MUON_UPDATE, TASK_FUNCTIONS)
 
 
 def missing_names() -> list[str]:

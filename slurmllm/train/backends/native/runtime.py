@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
+from slurmllm.core.config.recipe import ADAMW, MUON
 from slurmllm.core.errors import ConfigError
 from slurmllm.core.run.host_memory import Memory
 from slurmllm.plan.mesh import Mesh, fsdp_disabled, pipelines, suits_block_masks
@@ -36,6 +37,7 @@ from slurmllm.train.backends.native import compiling, dcp, precision
 from slurmllm.train.backends.native.dcp import DcpSaver
 from slurmllm.train.backends.native.device import KINDS, Device, DeviceNumber, send
 from slurmllm.train.backends.native.environment import unsupported
+from slurmllm.train.backends.native.muon import MuonAdamW
 from slurmllm.train.backends.native.parallel import (
     Pipeline,
     apply_tensor_parallel,
@@ -202,6 +204,7 @@ class NativeBackend(Backend):
         train = self.config.recipe.train
         return (
             fsdp_disabled(self.config, self.mesh)
+            and self.config.recipe.optim.name == ADAMW
             and train.precision == "bf16_mixed"
             and train.compile
             and self.worker_device.asynchronous
@@ -214,9 +217,11 @@ class NativeBackend(Backend):
         parameters = self.model.named_parameters()
         if self.weights is not None and self._has_mixed_adamw():
             self.optimizer = MixedAdamW(parameters, recipe.optim, self.weights, self.worker_device)
+        elif recipe.optim.name == MUON:
+            self.optimizer = MuonAdamW(parameters, recipe, self._stage_group(), self.mesh.replicate)
         else:
             self.optimizer = precision.make_optimizer(parameters, recipe)
-        workers = self.mesh.data * self.mesh.tensor
+        workers = self.mesh.stage_workers
         shared = self._tied_embedding()
         self.parameters = {
             parameter: num_copies(parameter, workers) * (2 if parameter is shared else 1)
@@ -229,6 +234,16 @@ class NativeBackend(Backend):
             self.worker.rank,
             recipe.model.tied_embeddings,
         )
+
+    def _stage_group(self) -> dist.ProcessGroup | None:
+        """Return the workers of this pipeline stage, None for all workers (collective)."""
+        mesh = self.mesh
+        if mesh.pipeline == 1:
+            return None
+        each = mesh.stage_workers
+        stages = [[*range(first, first + each)] for first in range(0, mesh.world_size, each)]
+        group: dist.ProcessGroup | None = dist.new_subgroups_by_enumeration(stages)[0]
+        return group
 
     def fill_weights(self, read: WeightReader) -> None:
         for chunk in self.chunks:
@@ -262,7 +277,7 @@ class NativeBackend(Backend):
         dist.all_reduce(total)
         # Each last-stage worker contributes its mean; tensor-parallel workers contribute the same
         # value.
-        return DeviceNumber(total / (self.mesh.data * self.mesh.tensor))
+        return DeviceNumber(total / self.mesh.stage_workers)
 
     def _accumulate(self, micro_batches: Sequence[MicroBatch], weight: float) -> Tensor:
         """Run the micro batches without a pipeline; return this worker's mean loss, fp64."""

@@ -299,9 +299,8 @@ def unsupported(config: RunConfig) -> list[str]:
         )
     if recipe.optim.name != ADAMW:
         faults.append(
-            f"optim.name: {recipe.optim.name}: optimizers of plugins need the native backend, as "
-            f"neuronx-distributed has its own ZeRO-1 AdamW; --set optim.name={ADAMW}, or "
-            "backend=native"
+            f"optim.name: {recipe.optim.name} needs the native backend, as neuronx-distributed has "
+            f"its own ZeRO-1 AdamW; --set optim.name={ADAMW}, or backend=native"
         )
     if parallel.zero > 1:
         faults.append(

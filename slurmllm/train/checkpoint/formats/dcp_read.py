@@ -34,7 +34,7 @@ from slurmllm.train.checkpoint.shards import (
     sizes_of,
     whole_region,
 )
-from slurmllm.train.checkpoint.state import MOMENTS
+from slurmllm.train.checkpoint.state import MOMENTS, MOMENTUM
 
 # Prefixes in the backend's state: weights, and the optimizer's moments and step of each.
 MODEL = "model."
@@ -60,7 +60,7 @@ class DcpFiles:
             raise StorageError(f"{directory} holds no weights: no tensor begins with {MODEL}")
         self.moments = {
             (kind, name): stored[key]
-            for kind in MOMENTS
+            for kind in (*MOMENTS, MOMENTUM)
             for name in self.tensors
             if (key := _key(name, kind)) in stored
         }

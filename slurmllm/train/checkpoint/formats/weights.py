@@ -30,11 +30,11 @@ VOCABULARY = ("embed.weight", "head.weight")
 
 
 class TrainingFiles(TensorFiles, Protocol):
-    """Weights (`tensors` and `read`) and AdamW's state."""
+    """Weights (`tensors` and `read`) and the optimizer's state."""
 
     @property
     def moments(self) -> Mapping[tuple[str, str], StoredTensor]:
-        """By kind (`exp_avg` or `exp_avg_sq`) and parameter; empty without optimizer state."""
+        """By kind (such as `exp_avg`) and parameter; empty without optimizer state."""
         ...
 
     def read(self, name: str, region: Region | None = None, kind: str | None = None) -> Tensor:

@@ -1,1 +1,0 @@
-"""An example of a plugin of slurmllm: the Muon optimizer, and a hook that logs per-layer norms."""
