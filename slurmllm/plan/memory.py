@@ -76,7 +76,7 @@ def memory_moments(config: RunConfig, mesh: Mesh, rank: int) -> tuple[dict[str, 
         summed = width.reduced if accumulates else width.computed
     moments, passing = 2 * share.total, 0
     if config.recipe.optim.name == MUON:
-        moments -= share.blocks * share.matrices
+        moments -= share.matrices
         passing = muon_round(config, mesh)
     resting = {
         "weights": stored * width.stored + copies,  # its share, in the formats they are kept in
@@ -110,12 +110,11 @@ def memory_moments(config: RunConfig, mesh: Mesh, rank: int) -> tuple[dict[str, 
 def muon_round(config: RunConfig, mesh: Mesh) -> int:
     """Return the bytes of a round of Muon (`train/backends/native/muon.py`) on a worker.
 
-    A matrix in bf16: sent, received, whole, and two more in an iteration, with two products; or the
-    result, sent to all copies and received from them.
+    The largest matrix, in bf16: sent, received, whole, two more in an iteration and two products;
+    or the result, sent to all copies and received from them.
     """
-    largest = max(muon_shapes(config.recipe.model), key=math.prod)
-    iterating = 5 * math.prod(largest) + 2 * min(largest) ** 2
-    return _BF16 * max(iterating, (1 + 2 * mesh.replicate) * math.prod(largest))
+    largest = max(map(math.prod, muon_shapes(config.recipe.model)))
+    return _BF16 * max(7, 1 + 2 * mesh.replicate) * largest
 
 
 def dense_mask_warning(config: RunConfig) -> list[str]:

@@ -110,11 +110,6 @@ def muon_shapes(model: ModelConfig) -> tuple[tuple[int, int], ...]:
     return ((heads, width), (keys, width), (keys, width), (width, heads), *up, (width, ffn))
 
 
-def muon_parameters(model: ModelConfig) -> int:
-    """Return the parameters that Muon updates; it keeps one moment of each, AdamW two."""
-    return model.num_layers * sum(map(math.prod, muon_shapes(model)))
-
-
 def _norm(name: str, model: ModelConfig) -> Shapes:
     family = FAMILIES[model.family]
     if family.norm_weight == "none":
@@ -219,7 +214,7 @@ class ParameterCounts(NamedTuple):
     outside: int
     blocks: int
     largest: int  # of the largest parameter
-    matrices: int  # of the matrices of one block
+    matrices: int  # of the blocks' matrices
 
     @property
     def total(self) -> int:
@@ -243,8 +238,8 @@ def parameter_counts(
     block = [count(shape) for shape in blocks]
     of_stage = (name for name in outside if stage in pipeline_stages_of(name, model, pipeline))
     outer = [count(outside[name]) for name in of_stage]
-    matrices = sum(count(shape) for shape in blocks if len(shape) > 1)
     layers = model.num_layers // pipeline
+    matrices = layers * sum(count(shape) for shape in blocks if len(shape) > 1)
     return ParameterCounts(sum(block), sum(outer), layers, max(block + outer), matrices)
 
 

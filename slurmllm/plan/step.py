@@ -51,8 +51,6 @@ _BF16, _FP32 = 2, 4
 # Numbers a parameter that AdamW reads and writes: weight, gradient, both moments, and all but the
 # gradient again; the gradient once more for its norm.
 _ADAMW = 8
-# Muon: for the norm, the momentum (3), its direction (5), and the update (4).
-_MUON = 13
 # Adding a gradient to the sum of the micro batches before: two reads and a write.
 _ADD = 3
 # Passes over the logits: written and read for the loss, likewise for their gradient.
@@ -287,10 +285,9 @@ class _Step:
         ]
         owner_s = max(self.layers * sum(iterations_s) / mesh.stage_workers, *iterations_s)
         share = self.layers * sum(map(math.prod, shapes)) / (mesh.shard * mesh.tensor)
-        passes_s = (_MUON - _ADAMW) * share * self.formats.stored / self.bandwidth
         workers = group(1, mesh.stage_workers, mesh.devices_per_node)
         steps = self.recipe.optim.ns_steps
-        return steps * owner_s + passes_s + 2 * gather_s(share * _BF16, workers, hardware)
+        return steps * owner_s + 2 * gather_s(share * _BF16, workers, hardware)
 
     def _forward_s(self) -> float:
         mesh, parallel = self.mesh, self.recipe.parallel

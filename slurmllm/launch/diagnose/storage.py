@@ -22,7 +22,7 @@ from slurmllm.core.run.rundir import is_run, storage_errors, write_atomic
 from slurmllm.core.run.safe_files import os_error_text, replaceable_error, untrusted_error
 from slurmllm.core.slurm.client import wait_for
 from slurmllm.launch.diagnose import Findings, fail, judge, ok, skipped, unfit, warn
-from slurmllm.plan.parameters import muon_parameters, parameters
+from slurmllm.plan.parameters import parameter_counts
 from slurmllm.plan.step import formats
 
 GB = 10**9
@@ -154,9 +154,10 @@ def shared_findings(cluster: Cluster, marker: Path, node: str) -> Findings:
 def checkpoints_bytes(config: RunConfig) -> int:
     """Return what the checkpoints of a run take: weights and moments, `keep` + 1 times."""
     recipe = config.recipe
-    numbers = 3 * parameters(recipe.model)
+    counts = parameter_counts(recipe.model, 1, 1, 0, 1)
+    numbers = 3 * counts.total
     if recipe.optim.name == MUON:
-        numbers -= muon_parameters(recipe.model)
+        numbers -= counts.matrices
     return numbers * formats(config).stored * (recipe.checkpoint.keep + 1)
 
 

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from slurmllm.core.config.resolve import RunConfig
 from slurmllm.core.errors import ConfigError
 from slurmllm.plan.memory import memory_moments
-from slurmllm.plan.parameters import muon_parameters, muon_shapes, newton_schulz_product
+from slurmllm.plan.parameters import muon_shapes, newton_schulz_product
 from slurmllm.plan.step import step_time
 from slurmllm.train.backends.environment import load_environment
 from slurmllm.train.backends.native.runtime import NativeBackend
@@ -336,7 +336,9 @@ def test_each_precision(new_backend: NewBackend, mode: str) -> None:
         if name != "step"
     )
     dtype = torch.bfloat16 if mode == "bf16" else torch.float32
-    numbers = 2 * sum(p.numel() for p in model.parameters()) - muon_parameters(model.config)
+    numbers = sum(
+        (1 if name in matrices(model) else 2) * p.numel() for name, p in model.named_parameters()
+    )
     assert held == numbers * dtype.itemsize
     assert held == memory_moments(backend.config, backend.mesh, 0)[0]["optimizer"], "as planned"
 

@@ -34,6 +34,9 @@ from slurmllm.train.checkpoint.state import MOMENTUM
 from slurmllm.train.model.init import local_part, local_region
 from slurmllm.train.model.private_names import MUON_UPDATE
 
+# Layout of our own parameters, by module.
+_LAYOUTS: dict[str, Layout] = {"qkv": "qkv", "gate_up": "gate_up"}
+
 
 class Matrix(NamedTuple):
     """A matrix that is orthogonalized on its own: all rows of a parameter, or some.
@@ -54,7 +57,7 @@ class MuonAdamW(torch.optim.Optimizer):
 
     Args:
         named_parameters: Name in the whole model and this worker's shard, of a pipeline stage.
-        group: The workers of the stage; None: all workers.
+        group: The workers of the stage.
         copies: Copies of the parameters that these workers hold together.
     """
 
@@ -62,18 +65,12 @@ class MuonAdamW(torch.optim.Optimizer):
         self,
         named_parameters: NamedParameters,
         recipe: Recipe,
-        group: dist.ProcessGroup | None,
+        group: dist.ProcessGroup,
         copies: int,
     ) -> None:
         if fault := MUON_UPDATE.missing():
             raise ConfigError(f"optim.name: muon: torch {torch.__version__} has {fault}")
         self._newton_schulz, self._adjusted_lr = MUON_UPDATE.get()
-        self._group = group
-        self._rank = dist.get_rank(group)
-        self._workers = range(dist.get_world_size(group))
-        each = len(self._workers) // copies
-        first = self._rank // each * each
-        self._copy = range(first, first + each)  # the workers of this worker's copy
         optim = recipe.optim
         others = dict(named_parameters)
         inside = [name for name, p in others.items() if name.startswith("layers.") and p.ndim == 2]
@@ -91,15 +88,21 @@ class MuonAdamW(torch.optim.Optimizer):
         for options in self._adamw.param_groups:
             options["lr_scale"] = (optim.adamw_lr or optim.lr) / optim.lr
         super().__init__([*muon.param_groups, *self._adamw.param_groups], {})
-        self._device = local_part(by_muon[inside[0]]).device
+        self._group = group
+        self._rank = dist.get_rank(group)
+        world = dist.get_world_size(group)
+        each = world // copies
+        first = self._rank // each * each
+        self._copy = range(first, first + each)  # the workers of this worker's copy
         matrices = dict(_matrices(by_muon, recipe.model, group))
-        flops = {name: newton_schulz_product(m.shape).flops for name, m in matrices.items()}
-        shares = share_out(flops, len(self._workers))  # the largest first
-        # Of each round, owner → matrix.
-        self._rounds = [
-            {owner: matrices[name] for owner, name in enumerate(names) if name}
-            for names in zip_longest(*shares)
-        ]
+        flops = {
+            name: newton_schulz_product(matrix.shape).flops
+            for name, matrix in matrices.items()
+            if matrix.shape.numel()
+        }
+        # Of each round, a matrix by owner: the largest first, at the end some without rows.
+        rounds = zip_longest(*share_out(flops, world), fillvalue=next(iter(matrices)))
+        self._rounds = [[matrices[name] for name in names] for names in rounds]
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -116,79 +119,66 @@ class MuonAdamW(torch.optim.Optimizer):
             gradient = local_part(parameter.grad)
             local_part(state[MOMENTUM]).lerp_(gradient, 1 - muon["momentum"])
         for owned in self._rounds:
-            for owner, result in self._orthogonalize(owned, muon).items():
-                parameter, shape, _, here = owned[owner]
-                lr = self._adjusted_lr(muon["lr"], muon["adjust_lr_fn"], shape)
-                shard = local_part(parameter)
-                rows = shard[here].float().mul_(1 - muon["lr"] * muon["weight_decay"])
-                shard[here] = rows.add_(result, alpha=-lr).to(shard.dtype)
+            for matrix, result in zip(owned, self._orthogonalize(owned, muon), strict=True):
+                lr = self._adjusted_lr(muon["lr"], muon["adjust_lr_fn"], matrix.shape)
+                shard = local_part(matrix.parameter)
+                rows = shard[matrix.here].float().mul_(1 - muon["lr"] * muon["weight_decay"])
+                shard[matrix.here] = rows.add_(result, alpha=-lr).to(shard.dtype)
 
-    def _orthogonalize(self, owned: Mapping[int, Matrix], muon: Options) -> dict[int, Tensor]:
-        """Return this worker's part of each result of a round by owner, bf16."""
-        directions: dict[int, Tensor] = {}
-        for owner, (parameter, _, _, here) in owned.items():
-            if owner in self._copy:
-                direction = local_part(self.state[parameter][MOMENTUM])[here]
-                if muon["nesterov"]:
-                    assert parameter.grad is not None
-                    direction = local_part(parameter.grad)[here].lerp(direction, muon["momentum"])
-                directions[owner] = direction.bfloat16()
-        regions: dict[int, Region] = {}
-        results: dict[int, Tensor] = {}
-        mine = owned.get(self._rank)
-        if mine is not None:
-            regions = dict(enumerate(mine.regions))
-        collected = self._exchange(directions, {w: regions[w] for w in regions if w in self._copy})
-        if mine is not None:
-            whole = collected[self._rank].new_empty(mine.shape)
-            for worker, part in collected.items():
-                whole[regions[worker]] = part
-            whole = self._newton_schulz(
-                whole, muon["ns_coefficients"], muon["ns_steps"], muon["eps"]
-            )
-            results = {worker: whole[region] for worker, region in regions.items()}
-        return self._exchange(results, {o: m.regions[self._rank] for o, m in owned.items()})
+    def _orthogonalize(self, owned: Sequence[Matrix], muon: Options) -> list[Tensor]:
+        """Return this worker's part of the result for each matrix of a round, bf16."""
+        mine = owned[self._rank]
+        nothing = mine.here.new_empty(0, dtype=torch.bfloat16)
+        directions = [nothing] * len(owned)
+        sizes = [[0]] * len(owned)
+        for worker in self._copy:
+            parameter, _, _, here = owned[worker]
+            direction = local_part(self.state[parameter][MOMENTUM])[here]
+            if muon["nesterov"]:
+                assert parameter.grad is not None
+                direction = local_part(parameter.grad)[here].lerp(direction, muon["momentum"])
+            directions[worker] = direction.bfloat16()
+            sizes[worker] = sizes_of(mine.regions[worker])
+        collected = self._exchange(directions, sizes)
+        whole = nothing.new_empty(mine.shape)
+        for worker in self._copy:
+            whole[mine.regions[worker]] = collected[worker]
+        if whole.numel():
+            options = muon["ns_coefficients"], muon["ns_steps"], muon["eps"]
+            whole = self._newton_schulz(whole, *options)
+        sizes = [sizes_of(matrix.regions[self._rank]) for matrix in owned]
+        return self._exchange([whole[region] for region in mine.regions], sizes)
 
-    def _exchange(
-        self, outgoing: Mapping[int, Tensor], regions: Mapping[int, Region]
-    ) -> dict[int, Tensor]:
-        """Send a tensor to each of some workers; return those from others, of regions' sizes.
-
-        The workers ascend in both.
-        """
-        nothing = torch.empty(0, dtype=torch.bfloat16, device=self._device)
-        sent = torch.cat([nothing, *(part.flatten() for part in outgoing.values())])
-        sizes = {worker: sizes_of(region) for worker, region in regions.items()}
-        received = sent
-        if len(self._workers) > 1:
-            counts = [math.prod(sizes.get(worker, [0])) for worker in self._workers]
+    def _exchange(self, outgoing: Sequence[Tensor], sizes: Sequence[list[int]]) -> list[Tensor]:
+        """Send a tensor to each worker; return one from each, of the given sizes."""
+        received = sent = torch.cat([part.flatten() for part in outgoing])
+        counts = [math.prod(size) for size in sizes]
+        if len(counts) > 1:
             received = sent.new_empty(sum(counts))
-            sent_counts = [outgoing.get(worker, nothing).numel() for worker in self._workers]
-            dist.all_to_all_single(received, sent, counts, sent_counts, self._group)
-        parts = received.split([math.prod(size) for size in sizes.values()])
-        return {w: part.view(sizes[w]) for w, part in zip(sizes, parts, strict=True)}
+            lengths = [part.numel() for part in outgoing]
+            dist.all_to_all_single(received, sent, counts, lengths, self._group)
+        return [*map(Tensor.view, received.split(counts), sizes)]
 
 
 def _matrices(
-    parameters: Mapping[str, Tensor], model: ModelConfig, group: dist.ProcessGroup | None
+    parameters: Mapping[str, Tensor], model: ModelConfig, group: dist.ProcessGroup
 ) -> Iterator[tuple[str, Matrix]]:
-    """Yield each matrix of the parameters after a name of its own (collective)."""
+    """Yield each matrix of the parameters after a name of its own (collective).
+
+    Number 0 of a parameter has no rows.
+    """
     everywhere: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(everywhere, [*map(local_region, parameters.values())], group)
     for number, (name, parameter) in enumerate(parameters.items()):
-        layout: Layout = "same"
-        if name.endswith(".qkv.weight"):
-            layout = "qkv"  # ours, of every family
-        elif name.endswith(".gate_up.weight"):
-            layout = "gate_up"
-        height, width = parameter.shape
-        for part, rows in enumerate(LAYOUTS[layout].split(model, torch.arange(height))):
+        start = local_region(parameter)[0].start
+        layout = LAYOUTS[_LAYOUTS.get(name.split(".")[-2], "same")]
+        every = torch.arange(len(parameter))
+        for part, rows in enumerate([every[:0], *layout.split(model, every)]):
             regions = []
-            for worker in everywhere:
-                within, across = worker[number]
+            for down, across in (worker[number] for worker in everywhere):
                 # The rows ascend, so that a worker's are neighbours in the matrix.
-                ends = torch.searchsorted(rows, torch.tensor([within.start, within.stop]))
+                ends = torch.searchsorted(rows, torch.tensor([down.start, down.stop]))
                 regions.append((slice(*ends.tolist()), across))
-            here = rows[regions[dist.get_rank(group)][0]] - local_region(parameter)[0].start
-            here = here.to(local_part(parameter).device)
-            yield f"{name} {part}", Matrix(parameter, torch.Size([len(rows), width]), regions, here)
+            here = rows[regions[dist.get_rank(group)][0]] - start
+            shape = torch.Size([len(rows), parameter.shape[1]])
+            yield f"{name} {part}", Matrix(parameter, shape, regions, here.to(parameter.device))

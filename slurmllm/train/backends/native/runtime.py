@@ -218,7 +218,9 @@ class NativeBackend(Backend):
         if self.weights is not None and self._has_mixed_adamw():
             self.optimizer = MixedAdamW(parameters, recipe.optim, self.weights, self.worker_device)
         elif recipe.optim.name == MUON:
-            self.optimizer = MuonAdamW(parameters, recipe, self._stage_group(), self.mesh.replicate)
+            stages = [list(ranks) for ranks in zip(*pipelines(self.mesh), strict=True)]
+            group, _ = dist.new_subgroups_by_enumeration(stages)
+            self.optimizer = MuonAdamW(parameters, recipe, group, self.mesh.replicate)
         else:
             self.optimizer = precision.make_optimizer(parameters, recipe)
         workers = self.mesh.stage_workers
@@ -234,16 +236,6 @@ class NativeBackend(Backend):
             self.worker.rank,
             recipe.model.tied_embeddings,
         )
-
-    def _stage_group(self) -> dist.ProcessGroup | None:
-        """Return the workers of this pipeline stage, None for all workers (collective)."""
-        mesh = self.mesh
-        if mesh.pipeline == 1:
-            return None
-        each = mesh.stage_workers
-        stages = [[*range(first, first + each)] for first in range(0, mesh.world_size, each)]
-        group: dist.ProcessGroup | None = dist.new_subgroups_by_enumeration(stages)[0]
-        return group
 
     def fill_weights(self, read: WeightReader) -> None:
         for chunk in self.chunks:
