@@ -4,6 +4,7 @@ For the same gradients the bits are equal. Gradients of two meshes differ by the
 sums; Newton-Schulz in bf16 rounds some of them to another number, which norms of gradients show.
 """
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from amounts import sample
-from mesh_pool import Case, MeshPool, deviation
+from mesh_pool import FAMILIES, Case, MeshPool, deviation
 from mesh_pool import small_run as small
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -20,7 +21,7 @@ from torch.nn import functional as F
 from slurmllm.core.config.resolve import RunConfig
 from slurmllm.core.errors import ConfigError
 from slurmllm.plan.memory import memory_moments
-from slurmllm.plan.parameters import muon_shapes, newton_schulz_product
+from slurmllm.plan.parameters import block_shapes, muon_shapes, newton_schulz_product
 from slurmllm.plan.step import step_time
 from slurmllm.train.backends.environment import load_environment
 from slurmllm.train.backends.native.runtime import NativeBackend
@@ -358,6 +359,13 @@ def test_the_plan_counts_the_iterations() -> None:
     flops = model.num_layers * sum(newton_schulz_product(shape).flops for shape in shapes)
     assert many - few > 5 * flops / 4 / (hardware.bf16_tflops * 1e12)
     assert few > optimizer_s(*shape)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_plan_knows_the_matrices_of_every_family(family: str) -> None:
+    model = small(family).recipe.model
+    blocks = [math.prod(shape) for shape in block_shapes(model).values() if len(shape) > 1]
+    assert sum(map(math.prod, muon_shapes(model))) == sum(blocks)
 
 
 def test_what_is_refused() -> None:
