@@ -1,27 +1,30 @@
 """How far a prediction is from published runs, and the interval that follows from it.
 
 `published_runs.csv` has the runs that `tools/benchmarks/planner.py` predicts, each with the ratio
-of predicted to published throughput, with constants fitted to the other models only. The
-interval of a prediction is
+of predicted to published throughput, with constants fitted to software of the same years, without
+its publisher (without its model, of years with one publisher). The interval of a prediction is
 
     predicted · exp(± w · (1 + d / 2))
 
-w is the 90 % quantile of |ln ratio| of the runs on the same hardware; if there are none, of those
-on all GPUs or on trn1. d is how many octaves (factors of 2) the prediction is outside the range of
-the runs on the same hardware, summed over model size, nodes and their devices, sequence length,
-tensor and pipeline degree, and below that of their networks; 2 if there are none.
-`parallel.shard_nodes`, which no published run has, adds 1. Hardware is the same if peak and memory
-of a device are, whatever the profile is called. The interval holds for software of the runs' years.
+w is Student's t quantile times the root of the mean ln² ratio of the runs on such devices (GPUs, or
+NeuronCores) with the software that the profile's shares are fitted to (`hardware.software`). Each
+publisher weighs the same and is one degree of freedom: a prediction is for a trainer of one's own,
+which differs from theirs as they differ from each other. d is how many octaves (factors of 2) the
+prediction is outside the range of the runs on the same device with this software, summed over model
+size, nodes and their devices, sequence length, tensor and pipeline degree, and below that of their
+networks; 2 if there are none. Devices are the same if their peaks are, whatever the profile's name.
 """
 
 from __future__ import annotations
 
 import csv
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
+from statistics import mean
 from typing import Literal
 
 from pydantic import TypeAdapter
@@ -33,9 +36,8 @@ from slurmllm.plan.search import LayoutEstimate, known_hardware
 from slurmllm.plan.step import step_time
 
 FILE = Path(__file__).parent / "published_runs.csv"
-_SAME = 0.05  # devices of one make differ by less in peak and memory, also as measured
-_COPIES = 1.0  # octaves that copies of shards count for: a guess, as no published run has them
-_FAR = 2.0  # octaves outside the range from which a prediction is `beyond`
+_SAME = 0.15  # devices of one make differ by less in peak, also as measured or with less power
+FAR = 2.0  # octaves outside the range from which a prediction is `beyond`
 _NETWORK = "network_gb_s"  # of several nodes; a faster one is not outside
 Status = Literal["interpolated", "extrapolated", "beyond"]
 STATUS_TEXTS: dict[Status, str] = {
@@ -66,7 +68,8 @@ class MeasuredRun:
     seq_per_s: float
     mfu: float
     left_out: float  # predicted over published, with constants fitted without its model
-    generation: str  # years of its software, such as 2023-24; constants are fitted by generation
+    generation: str  # years of its software, such as 2023-26; constants are fitted by generation
+    publisher: str  # or its model: what its prediction is fitted without
     source: str
 
     @property
@@ -75,8 +78,7 @@ class MeasuredRun:
         return {name: getattr(self, name) for name in names}
 
     def is_on(self, hardware: Hardware) -> bool:
-        same_peak = math.isclose(self.bf16_tflops, hardware.bf16_tflops, rel_tol=_SAME)
-        return same_peak and math.isclose(self.memory_gib, hardware.memory_gib, rel_tol=_SAME)
+        return math.isclose(self.bf16_tflops, hardware.bf16_tflops, rel_tol=_SAME)
 
 
 @dataclass(frozen=True)
@@ -114,7 +116,7 @@ def evidence_text(published: RunEvidence) -> str:
     interval = f"{published.interval_text} seq/s (90 % interval)"
     facts = [interval if published.interval else "no interval", STATUS_TEXTS[published.status]]
     if (near := published.nearest) is not None:
-        facts.append(f"software of {published.generations}")
+        facts.append(f"for software of {published.generations}")
         speed = f"{near.seq_per_s:.4g} seq/s, MFU {100 * near.mfu:.1f} %"
         facts.append(f"nearest run {near.name}: {speed}")
     return "; ".join([*facts, *published.reasons])
@@ -143,15 +145,21 @@ def outside(point: Mapping[str, float], runs: Sequence[MeasuredRun]) -> dict[str
 
 def half_width(runs: Sequence[MeasuredRun], octaves: float) -> float:
     """Return half the interval's width, as a logarithm, from the errors of left-out runs."""
-    errors = sorted(abs(math.log(run.left_out)) for run in runs)
-    return errors[math.ceil(0.9 * len(errors)) - 1] * (1 + octaves / 2)
+    from scipy.special import stdtrit
+
+    squares: defaultdict[str, list[float]] = defaultdict(list)
+    for run in runs:
+        squares[run.publisher].append(math.log(run.left_out) ** 2)
+    variance = mean(mean(values) for values in squares.values())
+    return float(stdtrit(len(squares), 0.95)) * math.sqrt(variance) * (1 + octaves / 2)
 
 
 def evidence(candidate: LayoutEstimate) -> RunEvidence:
     cluster, mesh, speed = candidate.config.cluster, candidate.mesh, candidate.seq_per_s
     hardware = known_hardware(candidate.config)
     of_kind = runs_on(cluster.device)
-    runs = runs_on(cluster.device, hardware)
+    same_software = [r for r in of_kind if hardware.software in ("", r.generation)]
+    runs = [run for run in same_software if run.is_on(hardware)]
     size = parameters(candidate.config.recipe.model)
     point: dict[str, float] = {
         "parameters": size,
@@ -171,11 +179,10 @@ def evidence(candidate: LayoutEstimate) -> RunEvidence:
         for axis, distance in beyond.items()
     ]
     if not runs:
-        octaves = _FAR
+        octaves = FAR
         reasons = [f"no published run on {cluster.name}"]
-    if mesh.replicate > 1:
-        octaves += _COPIES
-        reasons.append("no published run keeps copies of its shards (parallel.shard_nodes)")
+        if others := generations(run for run in of_kind if run.is_on(hardware)):
+            reasons[0] += f" has software of {hardware.software}, only of {others}"
     alike = [run for run in runs if size / 2 <= run.parameters <= 2 * size]
     highest = max((run.mfu for run in alike or runs), default=math.inf)
     if candidate.mfu > highest:
@@ -186,8 +193,8 @@ def evidence(candidate: LayoutEstimate) -> RunEvidence:
     status: Status = "extrapolated" if reasons else "interpolated"
     if not of_kind:
         return RunEvidence("beyond", reasons, "")
-    factor = math.exp(half_width(runs or of_kind, octaves))
-    if octaves >= _FAR or candidate.mfu / factor > highest:
+    factor = math.exp(half_width(same_software or of_kind, octaves))
+    if octaves >= FAR or candidate.mfu / factor > highest:
         status = "beyond"
 
     def octaves_apart(run: MeasuredRun) -> float:
@@ -216,11 +223,10 @@ def network_range(candidate: LayoutEstimate) -> tuple[float, float] | None:
 
 
 @lru_cache
-def runs_on(device: str, hardware: Hardware | None = None) -> Sequence[MeasuredRun]:
-    """Return the published runs on a kind of device, or on devices like these only."""
+def runs_on(device: str) -> Sequence[MeasuredRun]:
+    """Return the published runs on a kind of device."""
     neuron = {"neuron": True, "cuda": False}.get(device)
-    runs = [run for run in published_runs() if run.profile.startswith("trn") is neuron]
-    return [run for run in runs if hardware is None or run.is_on(hardware)]
+    return [run for run in published_runs() if run.profile.startswith("trn") is neuron]
 
 
 def generations(runs: Iterable[MeasuredRun]) -> str:

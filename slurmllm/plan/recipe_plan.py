@@ -9,7 +9,7 @@ from typing import Literal
 from slurmllm.core.config.resolve import RunConfig
 from slurmllm.core.errors import ConfigError, UserError
 from slurmllm.core.format import Texts, format_plural
-from slurmllm.plan.evidence import evidence, generations, runs_on
+from slurmllm.plan.evidence import evidence
 from slurmllm.plan.explain import (
     SettingSuggestion,
     differing_settings,
@@ -242,7 +242,8 @@ def plan_warnings(plans: Plans) -> list[str]:
     warnings = [warning for plan in plans for warning in plan.warnings]
     profiles: dict[str, list[str]] = {}  # generation of software → profiles of GPUs
     for name, config in {plan.config.cluster.name: plan.config for plan in plans}.items():
-        if software := generations(runs_on("cuda", known_hardware(config))):
+        software = known_hardware(config).software
+        if software and config.cluster.device == "cuda":
             profiles.setdefault(software, []).append(name)
     if len(profiles) > 1:
         years = "; ".join(

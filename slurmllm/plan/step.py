@@ -13,21 +13,25 @@ communication operations in MPICH"): an all-gather or reduce-scatter of `size` b
 sends (n - 1) / n · size bytes per worker; an all-reduce is a reduce-scatter followed by an
 all-gather. A ring over several nodes crosses each node's network once; all rings of a node share
 its bandwidth, of which congestion leaves less the more nodes there are (`network_half`). FSDP2
-gathers and reduces layer by layer while the neighbouring layer computes: what a layer computes for
-is the most that can be hidden, and of that `overlap` is; the first gathering of a micro batch and
-its last reduction have nothing to hide behind (Zhao et al. 2023, arXiv 2304.11277, section 3.3).
-With `parallel.shard_nodes` these are within a copy of the weights; once a step each worker sums its
-share of a layer's gradients over all copies (section 3.2.2).
+gathers a layer's weights while the layer before computes, forward and backward, and reduces its
+gradients while the next one's backward pass computes (Zhao et al. 2023, arXiv 2304.11277, section
+3.3): of what communicates while a layer computes, `overlap` is hidden, up to what the layer
+computes for; the first gathering of a pass and the last reduction have nothing to hide behind. The
+copies out of the gathered buffers and into the reduced ones are kernels between those of the model
+and are never hidden. With `parallel.shard_nodes` these are within a copy of the weights; once a
+step each worker sums its share of a layer's gradients over all copies (section 3.2.2), over the
+network, at the same time if a copy's own collectives stay within a node.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from statistics import fmean
 
 from slurmllm.core.config.cluster import Hardware
+from slurmllm.core.config.families import FAMILIES
 from slurmllm.core.config.recipe import MUON
 from slurmllm.core.config.resolve import RunConfig
 from slurmllm.plan.mesh import Mesh, fsdp_disabled, has_block_masks
@@ -43,6 +47,7 @@ from slurmllm.plan.parameters import (
     model_flops,
     muon_shapes,
     newton_schulz_product,
+    num_norms,
     rest_parameters,
     up_width,
 )
@@ -185,8 +190,20 @@ def flops_utilization(config: RunConfig, workers: int, seq_per_s: float) -> floa
     return model_flops(config.recipe.model, 1) * seq_per_s / (workers * peak_flops(config))
 
 
-def step_time(config: RunConfig, mesh: Mesh) -> StepTime:
-    return _Step(config, mesh).time()
+@dataclass(frozen=True)
+class Trainer:
+    """What another trainer, whose published runs are predicted, does otherwise than ours."""
+
+    reduced: int | None = None  # bytes of a gradient that workers sum
+    # Megatron's: products run beside tensor-parallel collectives and transfers.
+    overlaps_all: bool = False
+
+
+OURS = Trainer()
+
+
+def step_time(config: RunConfig, mesh: Mesh, trainer: Trainer = OURS) -> StepTime:
+    return _Step(config, mesh, trainer).time()
 
 
 def _attention_pairs(config: RunConfig, mesh: Mesh) -> float:
@@ -213,7 +230,7 @@ def _attention_pairs(config: RunConfig, mesh: Mesh) -> float:
 class _Step:
     """The estimate of one optimizer step."""
 
-    def __init__(self, config: RunConfig, mesh: Mesh) -> None:
+    def __init__(self, config: RunConfig, mesh: Mesh, trainer: Trainer) -> None:
         hardware = config.cluster.hardware
         assert hardware is not None, "the planner needs cluster.hardware"
         self.mesh, self.hardware = mesh, hardware
@@ -222,6 +239,9 @@ class _Step:
         self.host_runs_ahead = config.cluster.device == "cuda"
         self.fsdp_disabled = fsdp_disabled(config, mesh)
         self.formats = formats(config)
+        if trainer.reduced is not None:
+            self.formats = replace(self.formats, reduced=trainer.reduced)
+        self.overlap_all = hardware.overlap if trainer.overlaps_all else 0.0
         self.tokens = mesh.micro_batch * self.model.seq_len
         self.tensor_group = group(1, mesh.tensor, mesh.devices_per_node)
         self.layers = self.model.num_layers // mesh.pipeline
@@ -242,17 +262,20 @@ class _Step:
         logits = head_product(self.model, self.tokens, mesh.tensor)
         passes = _LOGITS * self.tokens * logits.n * _FP32 / self.bandwidth
         head = 3 * self._product_s(logits) + passes + self._added_s(logits.n * logits.k)
+        computed = block + recomputed_s
         collective = self._block_collectives_s()
+        collective -= self.overlap_all * min(collective, computed)
         edge = 2 * self._sum_s()  # of embedding and head, forward and backward
         # Of a block's operators.
         launches = (3 + ("block" in recomputed)) * hardware.operator_us * 1e-6
         launches_s = micro_batches * self.layers * launches + hardware.step_overhead_s
-        stage = self.layers * (block + recomputed_s + collective)
+        stage = self.layers * (computed + collective)
         stage += 0.0 if self.host_runs_ahead else self.layers * launches
         in_blocks = self.layers * block_parameters(self.model)
         stage_parameters = (in_blocks + rest_parameters(self.model, mesh.pipeline)) / mesh.tensor
         stream = self._whole_stream() / (mesh.tensor if recipe.parallel.sequence else 1)
         crossing = 2 * stage_to_stage_s(stream, mesh, hardware)
+        crossing -= self.overlap_all * min(crossing, stage / mesh.virtual_pipeline)
         crossings = micro_batches * mesh.virtual_pipeline + mesh.pipeline - 1
         # NxD without ZeRO updates every parameter on every data-parallel worker.
         updated = stage_parameters / (1 if self.nxd and zero == 0 else mesh.shard)
@@ -263,9 +286,12 @@ class _Step:
             # Filling and draining: once through the other stages, the last of them with the head.
             "bubble": (mesh.pipeline - 1) * stage / mesh.virtual_pipeline,
             "transfer": crossing * crossings if mesh.pipeline > 1 else 0.0,
-            "data": self._data_s(stage_parameters, block + recomputed_s),
+            "data": self._data_s(stage_parameters, forward, computed - forward),
             "optimizer": _ADAMW * updated * self.formats.stored / self.bandwidth + self._muon_s(),
         }
+        # All wait for the slowest, once a step in the collectives of data-parallel workers.
+        waited = hardware.straggler_share * math.log2(mesh.nodes) * sum(parts.values())
+        parts["data"] += waited
         hidden_s = sum(parts.values()) if self.host_runs_ahead else 0.0
         return StepTime(**parts, overhead=max(0.0, launches_s - hidden_s))
 
@@ -293,8 +319,27 @@ class _Step:
         mesh, parallel = self.mesh, self.recipe.parallel
         products = block_products(self.model, self.tokens, mesh.tensor)
         elements = block_elements(self.model, self.tokens, mesh.tensor, parallel.sequence)
+        elements += 0 if self.recipe.train.compile else self._uncompiled_elements()
         work = sum(self._product_s(product) for product in products) + self._attention_s()
         return work + elements * self.formats.computed / self.bandwidth
+
+    def _uncompiled_elements(self) -> int:
+        """Return what a block reads and writes besides if its operators are not compiled.
+
+        Counted of PyTorch's operators, in numbers of the computed format: RMSNorm in fp32 takes 14
+        a number instead of 2; a gate is a product of its own; queries and keys turn in fp32. On
+        CPUs, `calibrate` measures uncompiled blocks.
+        """
+        model, mesh = self.model, self.mesh
+        if not self.host_runs_ahead:
+            return 0
+        stream = self.tokens * model.hidden_size
+        stream //= mesh.tensor if self.recipe.parallel.sequence else 1
+        norms = 12 * num_norms(model) * stream if FAMILIES[model.family].norm == "rms" else 0
+        heads = (model.num_heads + model.kv_heads) * model.head_width // mesh.tensor
+        turned = 6 * heads if model.rotary_pct > 0 else 0
+        gated = 2 * model.ffn_hidden_size // mesh.tensor if model.gated else 0
+        return norms + self.tokens * (turned + gated)
 
     def _part_s(self, name: str) -> float:
         """Return the forward pass of a part of a block, as far as the backward pass needs it.
@@ -353,43 +398,55 @@ class _Step:
         """Return bytes of a micro batch's activations between two blocks."""
         return self.tokens * self.model.hidden_size * self.formats.computed
 
-    def _data_s(self, numbers: float, layer: float) -> float:
+    def _data_s(self, numbers: float, forward: float, backward: float) -> float:
         """Return the data-parallel communication that computing does not hide.
 
-        `layer` is for how long a layer computes in a micro batch, forward and backward.
+        `forward` and `backward` are for how long a layer computes in a micro batch.
         """
-        mesh, zero = self.mesh, self.recipe.parallel.zero
-        micro_batches, per_node = mesh.accumulation, mesh.devices_per_node
+        mesh, zero, hardware = self.mesh, self.recipe.parallel.zero, self.hardware
+        per_node, width = mesh.devices_per_node, self.formats
         # The workers that share out a copy of a stage's weights; those with the same share of it.
         members = group(mesh.tensor, mesh.shard, per_node)
         copies = group(mesh.tensor * mesh.shard, mesh.replicate, per_node)
         # How often a step gathers all weights, and reduces and scatters all gradients.
-        gathers = scatters = 1
+        passes = gathers = 1
         if not self.nxd and mesh.pipeline == 1 and zero > 1:
-            gathers, scatters = (2 * micro_batches if zero == 3 else 1), micro_batches
+            passes = mesh.accumulation
+            gathers = 2 * passes if zero == 3 else 1
         if self.fsdp_disabled:
-            width = self.formats
-            converted = 0 if width.computed == width.stored else 1 + micro_batches
+            converted = 0 if width.computed == width.stored else 1 + mesh.accumulation
             return converted * numbers * (width.stored + width.computed) / self.bandwidth
+        if members.size == 1 and self.nxd:
+            return 0.0
+        if self.nxd:  # all layers at once
+            total = all_reduce_s(numbers * width.reduced, members, hardware)
+            if zero > 0:
+                sizes = numbers * width.computed, numbers * width.reduced
+                total = sum(gather_s(size, members, hardware) for size in sizes)
+            return self._exposed_s(total / self.layers, forward + backward)
+        # FSDP2 copies out of the buffers that it gathers into, and into those that it reduces.
+        size = numbers * (gathers * width.computed + passes * width.reduced)
+        copied = 2 * size / self.bandwidth
         if members.size == 1:
-            # Alone, FSDP2 still copies into and out of its buffers. With other workers, the copies
-            # are part of the measured rate of the collectives.
-            size = numbers * (gathers * self.formats.computed + scatters * self.formats.reduced)
-            return 0.0 if self.nxd else 2 * size / self.bandwidth
-        if self.nxd and zero == 0:
-            total = all_reduce_s(numbers * self.formats.reduced, members, self.hardware)
-        else:
-            weights = gather_s(numbers * self.formats.computed, members, self.hardware)
-            gradients = gather_s(numbers * self.formats.reduced, members, self.hardware)
-            total = gathers * weights + scatters * gradients
-            if not self.nxd:  # a collective for each layer
-                hops = (gathers + scatters) * latency_s(members, self.hardware)
-                share = numbers * self.formats.reduced / mesh.shard
-                total += all_reduce_s(share, copies, self.hardware)
-                hops += 2 * latency_s(copies, self.hardware)
-                total += (self.layers - 1) * hops
-        hidden = min(total / self.layers, scatters * layer)  # of each layer but one
-        return total - self.hardware.overlap * (self.layers - 1) * hidden
+            return copied
+        if not self.host_runs_ahead:
+            copied = 0.0  # on CPUs, part of the measured rate of the collectives
+        layer = numbers / self.layers
+        weights = gather_s(layer * width.computed, members, hardware)
+        gradients = gather_s(layer * width.reduced, members, hardware)
+        summed = all_reduce_s(layer * width.reduced / mesh.shard, copies, hardware)
+        forwards, both = gathers - passes if gathers > 1 else 1, gradients + weights * (gathers > 1)
+        # Copies sum over the network while each one's collectives, within a node, use its links.
+        apart = members.nodes == 1 < copies.nodes
+        last = max(both, summed) if apart else both + summed
+        exposed = copied + forwards * self._exposed_s(weights, forward)
+        exposed += (passes - 1) * self._exposed_s(both, backward)
+        return exposed + self._exposed_s(last, backward)
+
+    def _exposed_s(self, layer: float, computing: float) -> float:
+        """Return what is not hidden of one collective a layer: the first has nothing to hide it."""
+        hidden = self.hardware.overlap * min(layer, computing)
+        return layer + (self.layers - 1) * (layer - hidden)
 
 
 @lru_cache(maxsize=65536)

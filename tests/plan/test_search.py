@@ -52,7 +52,7 @@ def test_every_candidate_could_be_submitted(recipe: str, cluster: str, nodes: in
 
 @pytest.mark.parametrize(
     ("recipe", "cluster", "nodes", "preferred"),
-    [("llama3_8b", "p5", 1, False), ("llama2_7b", "p5", 4, True)],
+    [("llama3_8b", "p4de", 1, False), ("llama2_7b", "p5", 4, True)],
 )
 def test_a_tight_layout_is_the_best_only_if_the_next_is_3_percent_slower(
     recipe: str, cluster: str, nodes: int, preferred: bool

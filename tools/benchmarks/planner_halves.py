@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from published_rows import Row, rows
 
 from slurmllm.plan.evidence import evidence
 from slurmllm.plan.search import known_hardware, predict
+from slurmllm.plan.step import step_time
 
 FILE = "published_gpu_2.csv"
 HALVES = ("fit", "held_out")
@@ -32,6 +33,7 @@ class Prediction:
 
 def prediction(row: Row) -> Prediction:
     candidate = predict(row.config, row.mesh)
+    candidate = replace(candidate, step=step_time(row.config, row.mesh, row.trainer))
     published = evidence(candidate)
     low, high = published.interval or (candidate.seq_per_s, candidate.seq_per_s)
     ratio = candidate.seq_per_s / row.measured
@@ -59,7 +61,7 @@ def _kinds(every: Sequence[Prediction]) -> Iterator[tuple[str, list[Prediction]]
 
     yield "all", in_bf16
     fields: tuple[Callable[[Prediction], str], ...] = (
-        lambda of: f"software of {of.row.generation}",
+        lambda of: f"software of {of.row.software}",
         lambda of: of.row.hardware,
         network,
         layout,
@@ -74,19 +76,20 @@ def _kinds(every: Sequence[Prediction]) -> Iterator[tuple[str, list[Prediction]]
 
 
 def summary(of: Sequence[Prediction]) -> str:
-    """Return rows, median error, bias (mean) and share inside the interval."""
+    """Return rows, median error, bias (median, mean) and share inside the interval."""
     if not of:
-        return f"{0:5} {'-':>7} {'-':>7} {'-':>6}"
-    median = statistics.median(abs(one.ratio - 1) for one in of)
-    bias = statistics.mean(one.ratio - 1 for one in of)
+        return f"{0:5} {'-':>7} {'-':>7} {'-':>7} {'-':>6}"
+    errors = [one.ratio - 1 for one in of]
+    median = statistics.median(map(abs, errors))
+    bias, mean = statistics.median(errors), statistics.mean(errors)
     inside = statistics.mean(one.is_inside for one in of)
-    return f"{len(of):5} {median:7.1%} {bias:+7.1%} {inside:6.0%}"
+    return f"{len(of):5} {median:7.1%} {bias:+7.1%} {mean:+7.1%} {inside:6.0%}"
 
 
 def print_halves(each: bool) -> None:
     every = [prediction(row) for row in rows(FILE)]
-    columns = f"{'rows':>5} {'median':>7} {'bias':>7} {'inside':>6}"
-    print(f"{'':<34}{'fit':<28}  held out\n{'':<34}{columns}  {columns}")
+    columns = f"{'rows':>5} {'median':>7} {'bias':>7} {'mean':>7} {'inside':>6}"
+    print(f"{'':<34}{'fit':<36}  held out\n{'':<34}{columns}  {columns}")
     for name, of_kind in _kinds(every):
         halves = [summary([of for of in of_kind if of.row.half == half]) for half in HALVES]
         print(f"{name:<34}{'  '.join(halves)}")

@@ -48,7 +48,7 @@ def _judged(row: dict[str, str], nodes: int) -> dict[str, Any]:
         return {"name": name, "skipped": "stages of unequal layers"}
     batch, _, per_node = row["global_batch"].split()[0].partition("/")
     batch = str(int(batch) * nodes) if per_node else batch.replace("?", "1024")
-    overrides = recipe_overrides(row | {"global_batch": batch})
+    overrides = recipe_overrides(row | {"global_batch": batch, "notes": ""})
     config = configuration(model, int(row["seq_len"]), "trn1", overrides)
     same = _fitting(config, nodes, _SAME)
     if "OUT OF MEMORY" in row["status"] or pipeline == "?":

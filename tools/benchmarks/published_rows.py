@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
@@ -13,9 +14,33 @@ from typing import NamedTuple, get_args
 from slurmllm.core.config.recipe import TrainConfig
 from slurmllm.core.config.resolve import RunConfig, resolve
 from slurmllm.plan.mesh import Mesh
+from slurmllm.plan.step import Trainer
 
 FOLDER = Path(__file__).parent / "published"
+# Years of software, by a row's, for which constants are fitted together. llm-foundry's tables are
+# of PyTorch 1.13 and 2.0 with FlashAttention 1; later rows have FlashAttention 2 or cuDNN's.
+SOFTWARE = {"2022": "2022", "2022-23": "2022-23", "2023-25": "2023-25"}
+TODAY = "2023-26"
+# What a profile's shares, which are of today's software, were with earlier software: `planner.py
+# --fit` prints them. The rest is as the profile has it.
+_2022 = {"matrix_efficiency": 0.697, "attention_efficiency": 0.16}
+_2023 = {"attention_efficiency": 0.267, "overlap": 0.789, "straggler_share": 0.013}
+EARLIER: dict[tuple[str, str], dict[str, float]] = {
+    ("2022", "p4d"): _2022,
+    ("2022", "p4de"): _2022,
+    ("2022-23", "p4d"): {**_2023, "matrix_efficiency": 0.839, "memory_efficiency": 0.619},
+    ("2022-23", "p4de"): {**_2023, "matrix_efficiency": 0.962, "memory_efficiency": 0.472},
+    ("2022-23", "p5"): {
+        **_2023,
+        "matrix_efficiency": 0.82,
+        "attention_efficiency": 0.154,
+        "memory_efficiency": 0.472,
+    },
+}
 PRECISIONS = get_args(TrainConfig.model_fields["precision"].annotation)
+
+# A device's clock, which goes as the cube root of its dynamic power, gives its peak.
+_H100_TFLOPS, _H100_WATTS = 989.5, 700
 
 _RECIPES = {"gpt3": "gpt3_125m", "neox": "pythia_160m", "llama": "llama2_7b"}
 
@@ -130,6 +155,18 @@ class Row:
     gradients: str  # as workers sum them: bf16 or fp32; empty: not known
     group: str  # repository and model; its rows are in one half
     half: str  # fit or held_out; empty: of published_gpu.csv and published_trn1.csv
+    trainer: Trainer
+
+    @property
+    def software(self) -> str:
+        """Years of software that constants are fitted for together."""
+        return SOFTWARE.get(self.generation, TODAY)
+
+    @property
+    def publisher(self) -> str:
+        """Repository or site."""
+        words = self.source.removeprefix("github ").replace("@", " ").split()
+        return self.group.partition(" ")[0] or words[0]
 
 
 def rows(file: str) -> Iterator[Row]:
@@ -161,9 +198,16 @@ def _row(row: dict[str, str]) -> Row:
     if row["throughput_unit"].startswith("tokens/s"):
         measured /= seq_len
     origin = row["source"], row["generation"], config.recipe.train.precision
-    others = [row.get(name, "") for name in ("gradients", "group", "half")]
+    gradients, group, half_name = (row.get(name, "") for name in ("gradients", "group", "half"))
     shown = row["id"], row["model"], row["hardware"], config, mesh, measured, *origin
-    return Row(*shown, bool(network(row)), *others)
+    return Row(*shown, bool(network(row)), gradients, group, half_name, trainer(row))
+
+
+def trainer(row: dict[str, str]) -> Trainer:
+    """What the source states of the trainer."""
+    in_bf16 = row.get("gradients") == "bf16" or "mp_mode PURE" in row["notes"]
+    overlaps = "TP communication overlapped" in row["notes"]
+    return Trainer(2 if in_bf16 else None, overlaps)
 
 
 def recipe_overrides(row: dict[str, str]) -> list[str]:
@@ -174,6 +218,7 @@ def recipe_overrides(row: dict[str, str]) -> list[str]:
         f"train.activation_checkpointing={_checkpointing(row['activation_ckpt'])}",
         f"parallel.sequence={'true' if row['sequence_parallel'] == 'yes' else 'false'}",
         f"parallel.zero={zero_stage(row['zero1'])}",
+        f"train.compile={'false' if 'without torch.compile' in row['notes'] else 'true'}",
     ]
 
 
@@ -189,7 +234,12 @@ def _cluster(row: dict[str, str]) -> tuple[str, list[str]]:
     kinds = {"trn1": "trn1", "H100": "p5", "H200": "p5e", "B200": "p6-b200"}
     a100 = "p4de" if "80GB" in hardware else "p4d"
     profile = next((name for kind, name in kinds.items() if hardware.startswith(kind)), a100)
+    software = SOFTWARE.get(row["generation"], TODAY)
     stated = {"network_gb_s": network(row), "memory_gb_s": row.get("memory_gb_s")}
+    stated |= {name: str(value) for name, value in EARLIER.get((software, profile), {}).items()}
+    stated |= {"software": "" if profile == "trn1" else f"'{software}'"}
+    if (watts := re.search(r"(\d+) W\b", row["notes"])) and profile == "p5":
+        stated["bf16_tflops"] = f"{_H100_TFLOPS * (int(watts[1]) / _H100_WATTS) ** (1 / 3):.1f}"
     return profile, [f"cluster.hardware.{name}={value}" for name, value in stated.items() if value]
 
 

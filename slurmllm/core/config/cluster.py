@@ -229,6 +229,8 @@ class Hardware(Section):
 
     source: str
     """Where the figures come from."""
+    software: str = ""
+    """Years of the software that the shares are fitted to, such as 2023-26."""
     rough: bool = False
     """Whether the figures are a guess; the planner then neither refuses nor warns."""
     assumed: ListOf[str] = ()
@@ -275,7 +277,9 @@ class Hardware(Section):
     network_latency_us: NonNegativeFloat = 0.0
     """One hop of a collective between nodes, microseconds."""
     overlap: Overlap = 0.0
-    """Share of the data-parallel communication that computation hides."""
+    """Share of the data-parallel communication that computation hides, as far as it lasts."""
+    straggler_share: Overlap = 0.0
+    """Share by which each doubling of the nodes slows a step: all wait for the slowest."""
     operator_us: NonNegativeFloat = 0.0
     """Launch overhead of a block's operators, microseconds."""
     step_overhead_s: NonNegativeFloat = 0.0
