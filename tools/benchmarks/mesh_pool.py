@@ -41,6 +41,7 @@ _SMALL = (
     "train.micro_batch=2 train.compile=false optim.weight_decay=0.1 optim.eps=1e-5"
 )
 _LLAMA = ["model.family=llama", "model.rotary_pct=1.0", "model.num_kv_heads=4"]
+_PATTERN = "model.attention_pattern="
 FAMILIES: dict[str, list[str]] = {
     "neox": [],
     "llama": [*_LLAMA, "model.scaled_init=true"],
@@ -52,6 +53,17 @@ FAMILIES: dict[str, list[str]] = {
     ],
     "qwen3": [*_LLAMA, "model.family=qwen3", "model.head_dim=16"],
     "gpt3": ["model.family=gpt3", "model.rotary_pct=0.0"],
+    "mistral": [*_LLAMA, "model.family=mistral", f"{_PATTERN}[{{window: 12}}]"],
+    "smollm3": [
+        *(*_LLAMA, "model.family=smollm3", "model.tied_embeddings=true"),
+        f"{_PATTERN}[{{}}, {{rope: none}}]",
+    ],
+    "olmo3": [*_LLAMA, "model.family=olmo3", f"{_PATTERN}[{{window: 8}}, {{}}]"],
+    "gemma3": [
+        *(*_LLAMA, "model.family=gemma3", "model.head_dim=16", "model.query_pre_attn_scalar=20"),
+        f"{_PATTERN}[{{window: 8, rope: 100.0}}, {{}}]",
+    ],
+    "nanochat": [*_LLAMA, "model.family=nanochat", "model.logits_softcap=2.0"],
 }
 
 

@@ -55,6 +55,11 @@ MESHES: list[Any] = [
     ("qwen3", 2, 1, 2, FEW, SEQUENCE, FULL, "parallel.zero=0"),
     ("gpt3", 1, 2, 2, INTERLEAVED, "parallel.zero=2"),
     ("gpt3", 2, 2, 1, FEW, SEQUENCE, PARTS),
+    ("mistral", 2, 1, 2, FEW, SEQUENCE, "parallel.zero=3"),
+    ("smollm3", 2, 2, 1, FEW, SEQUENCE, DOCUMENTS),
+    ("olmo3", 2, 1, 2, FEW, SEQUENCE, "parallel.zero=3"),
+    ("gemma3", 2, 2, 1, FEW, SEQUENCE),
+    ("nanochat", 2, 1, 2, FEW, SEQUENCE, "parallel.zero=3"),
 ]
 
 LONG = [
@@ -85,6 +90,11 @@ LONG = [
     ("qwen3", 4, 1, 1, FEW, SEQUENCE),
     ("qwen3", 1, 2, 2, "parallel.zero=3"),
     ("qwen3", 1, 1, 4),
+    ("mistral", 1, 2, 1, DOCUMENTS),
+    ("smollm3", 1, 1, 2, "parallel.zero=3", SELECTIVE),
+    ("olmo3", 1, 2, 1, DOCUMENTS, SELECTIVE),
+    ("gemma3", 1, 1, 2, DOCUMENTS, "parallel.zero=3", PARTS),
+    ("nanochat", 1, 2, 2, INTERLEAVED, FULL),
 ]
 MESHES += [pytest.param(mesh, marks=pytest.mark.long) for mesh in LONG]
 
@@ -127,7 +137,7 @@ def gradients(backend: NativeBackend) -> dict[str, np.ndarray]:
 
 
 SHARDED, STAGED = (2, 1, 2, FEW, SEQUENCE), (2, 2, 1, FEW, INTERLEAVED)
-GRADIENTS = [*zip(reversed(FAMILIES), [STAGED, SHARDED] * 3, strict=False)]
+GRADIENTS = [*zip(reversed(FAMILIES), [STAGED, SHARDED] * len(FAMILIES), strict=False)]
 GRADIENTS += [(family, STAGED if mesh == SHARDED else SHARDED) for family, mesh in GRADIENTS]
 
 
