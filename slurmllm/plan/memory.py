@@ -225,7 +225,8 @@ class StepMemory:
         at_once = min(self.tokens, max(1, limit // rows))
         gradients = (self.tokens + rows) * self.hidden * self.bytes
         # Uncompiled, the softmax makes copies in fp32.
-        copies = 0 if self.train.compile else (2 if self.bytes == _FP32 else 3) * _FP32
+        count = (2 if self.bytes == _FP32 else 3) + (self.model.logits_softcap is not None)
+        copies = 0 if self.train.compile else count * _FP32
         logits = at_once * rows * (self.bytes + copies)
         sums = rows * self.hidden * (_FP32 + self.bytes)
         in_parts = at_once < self.tokens and self.bytes == _BF16

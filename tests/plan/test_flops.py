@@ -56,8 +56,8 @@ def test_tensor_parallel_workers_share_the_work() -> None:
     assert alone - shared == 10 * tokens * model.hidden_size * 7 // 8
 
 
-# Pythia: the table in the README of github EleutherAI/pythia; Llama 2 and GPT-NeoX 20B: the sum of
-# the tensors in their safetensors files on Hugging Face.
+# Pythia: the table in the README of github EleutherAI/pythia; nanochat: 561M by speedrun.sh; the
+# others: the sum of the tensors in their safetensors files on Hugging Face.
 @pytest.mark.parametrize(
     ("recipe", "published"),
     [
@@ -70,6 +70,11 @@ def test_tensor_parallel_workers_share_the_work() -> None:
         ("neox_20b_finetune", 20_554_567_680),
         ("llama2_7b", 6_738_415_616),
         ("llama2_70b", 68_976_648_192),
+        ("mistral_7b", 7_241_732_096),
+        ("smollm3_3b", 3_075_098_624),
+        ("gemma3_1b", 999_885_952),
+        ("nanochat_d20", 560_988_160),
+        ("olmo3_7b", 7_298_011_136 + 2 * 74 * 4096),  # its vocabulary padded
     ],
 )
 def test_published_models(recipe: str, published: int) -> None:

@@ -1,6 +1,7 @@
 """The shipped recipes have their sources' figures."""
 
 import math
+from collections import Counter
 
 import pytest
 
@@ -37,6 +38,12 @@ llama3_70b         80 8192 64  8 28672 8192  1.5e-5 1e-6  2000  30000 0.1   1024
 llama3.2_1b        16 2048 32  8  8192 8192  3e-4   3e-5  2000 1168251 0.1   512  1 1 auto
 qwen3_0.6b         28 1024 16  8  3072 4096  3e-4   3e-5   500 300000 0.1     32  1 1 auto
 qwen3_8b           36 4096 32  8 12288 4096  3e-4   3e-5   500 300000 0.1     32  1 1 auto
+smollm3_3b         36 2048 16  4 11008 4096  2e-4   0     2000 4720000 0.1   576  1 1 auto
+olmo3_7b           32 4096 32 32 11008 8192  3e-4   3e-5  2000 1192092 0.1   512  1 1 auto
+gemma3_1b          26 1152  4  1  6912 32768 3e-4   3e-5  2000 1168251 0.1   512  1 1 auto
+mistral_7b         32 4096 32  8 14336 8192  3e-4   3e-5  2000 480000 0.1    256  1 1 auto
+nanochat_d20       20 1280 10 10  5120 2048  3.1e-3 0        0  21400 0      256  1 1 auto
+llama2_7b_yarn64k  32 4096 32 32 11008 65536 2e-5   0       20    400 0       64  1 1 auto
 gpt3_125m          12  768 12 12  3072 2048  6e-4   6e-5   715 572205 0.1    256  1 1 auto
 gpt3_350m          24 1024 16 16  4096 2048  3e-4   3e-5   715 572205 0.1    256  1 1 auto
 gpt3_760m          24 1536 16 16  6144 2048  2.5e-4 2.5e-5 715 572205 0.1    256  1 1 auto
@@ -63,7 +70,8 @@ def test_figures() -> None:
             *(parallel.tensor, parallel.pipeline, train.micro_batch),
         ], name
     listed = {line.split()[0] for line in FIGURES.strip().splitlines()}
-    tiny = {"tiny_neox", "tiny_neox_finetune", "tiny_llama", "tiny_gpt3"}
+    tiny = {"tiny_neox", "tiny_neox_finetune", "tiny_llama", "tiny_gpt3", "tiny_mistral"}
+    tiny |= {"tiny_smollm3", "tiny_olmo3", "tiny_gemma3", "tiny_nanochat"}
     assert listed | tiny == set(available(recipes_dir()))
 
 
@@ -94,9 +102,9 @@ def test_schedules_count_steps_as_their_source() -> None:
     nemo = "neox_20b neox_20b_finetune pythia_6.9b llama2_7b_nemo llama2_13b llama2_70b llama3_70b"
     nemo += " llama3.1_8b gpt3_23b gpt3_46b"
     assert {name for name, count in counts.items() if count == "nemo"} == {*nemo.split()}
-    # HLAT's scheduler.py and transformers' get_linear_schedule_with_warmup
-    hlat = {"llama2_7b", "llama2_7b_finetune", "llama3_8b"}
-    assert {name for name, count in counts.items() if count == "transformers"} == hlat
+    # HLAT's scheduler.py and transformers' get_linear_schedule_with_warmup, as YaRN's finetune.py
+    theirs = {"llama2_7b", "llama2_7b_finetune", "llama3_8b", "llama2_7b_yarn64k"}
+    assert {name for name, count in counts.items() if count == "transformers"} == theirs
 
 
 @pytest.mark.parametrize("size", ["70m", "2.8b"])
@@ -118,3 +126,18 @@ def test_gpt3_counts_its_schedule_in_tokens(size: str) -> None:
         (result.train.steps, 300e9),
     ):
         assert steps == pytest.approx(tokens / a_step, abs=1)
+
+
+@pytest.mark.parametrize(
+    ("name", "kinds"),
+    [
+        ("smollm3_3b", {("none", None): 9, (None, None): 27}),
+        ("olmo3_7b", {(None, 4096): 24, (None, None): 8}),
+        ("gemma3_1b", {(10000.0, 512): 22, (None, None): 4}),
+        ("mistral_7b", {(None, 4096): 32}),
+    ],
+)
+def test_attention_of_the_layers(name: str, kinds: dict[tuple[object, int | None], int]) -> None:
+    model = recipe(name).model
+    layers = map(model.layer_attention, range(model.num_layers))
+    assert Counter((kind.rope, kind.window) for kind in layers) == kinds
