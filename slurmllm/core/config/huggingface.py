@@ -155,7 +155,7 @@ def _text_config(values: Values) -> Values:
         if wrapper and values.get("model_type") == wrapper and isinstance(text, dict):
             log.warning("%s: only its text model is read, a %s", wrapper, dialect.causal)
             shared = {key: values[key] for key in _SHARED_WITH_TEXT if key in values}
-            return {"model_type": dialect.model_type, **shared, **text}
+            return {**text, **shared, "model_type": dialect.model_type}
     return values
 
 

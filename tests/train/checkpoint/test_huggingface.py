@@ -123,6 +123,27 @@ def test_there_and_back(family: str, settings: dict[str, Any], tmp_path: Path) -
     assert_rounded(resumed, expected, forward_terms(config))
 
 
+def test_the_text_model_of_images_and_text(tmp_path: Path) -> None:
+    sizes = {**hub._GROUPED, "head_dim": 12, "vocab_size": 67, "pad_token_id": None}
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    vision |= {"num_attention_heads": 2, "image_size": 8, "patch_size": 4}
+    config = hub.transformers.Gemma3Config(
+        text_config=sizes, vision_config=vision, mm_tokens_per_image=4, eos_token_id=[3, 5]
+    )
+    whole = hub.transformers.Gemma3ForConditionalGeneration(config).eval()
+    source = hub.save(whole, tmp_path / "hub")
+    config = bring_in(source, tmp_path / "ours")
+    tokens = hub.tokens(whole.model.language_model)
+    expected = whole(input_ids=tokens).logits
+    logits = ours(tmp_path / "ours", config)(tokens)
+    assert_rounded(logits, expected, forward_terms(config))
+    run_export(plan_export(tmp_path / "ours", TokenizerFiles({})), tmp_path / "back", 10**9)
+    back = AutoModel.from_pretrained(tmp_path / "back").eval()
+    assert type(back).__name__ == "Gemma3ForCausalLM"
+    assert back.config.eos_token_id == [3, 5]
+    assert_rounded(back(tokens).logits, expected, forward_terms(config))
+
+
 @pytest.mark.parametrize("family", ["gpt3", "qwen3"])
 def test_files_of_a_sharded_and_of_a_whole_export(family: str, tmp_path: Path) -> None:
     source = hub.save(hub.small(family), tmp_path / "hub")
