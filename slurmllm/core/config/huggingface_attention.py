@@ -24,8 +24,6 @@ from slurmllm.core.config.yaml_source import Values
 # Keys besides a scaling's fields; `finetuned` is a note of the first YaRN models.
 _SETTING_KEYS = {"rope_type", "type", "rope_theta", "partial_rotary_factor", "finetuned"}
 _SCALING_KEYS = {*_SETTING_KEYS, *RopeScaling.model_fields}
-# transformers takes 0 as left out.
-_ZERO_IS_NONE = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim")
 _FULL = "full_attention"
 _SLIDING = "sliding_attention"
 
@@ -120,6 +118,7 @@ def _flags(
 
 def _ropes(values: Values, family: Family, types: set[str], faults: list[str]) -> dict[str, Rope]:
     """Return the rotary positions of the types of layers, "" for those of all."""
+    values = _without_nulls(values)
     dialect = family.hugging_face
     bases = dialect.rope_bases
     longest = values.get(*dialect.keys["seq_len"])
@@ -153,10 +152,14 @@ def _ropes(values: Values, family: Family, types: set[str], faults: list[str]) -
     return ropes
 
 
+def _without_nulls(values: Mapping[str, Any]) -> Values:
+    return {name: value for name, value in values.items() if value is not None}
+
+
 def _mapping(values: Mapping[str, Any], key: str, faults: list[str]) -> Mapping[str, Any]:
     value = values.get(key) or {}
     if isinstance(value, Mapping):
-        return value
+        return _without_nulls(value)
     faults.append(f"{key}: must be a mapping, not {value!r}")
     return {}
 
@@ -172,7 +175,7 @@ def _scaling(
     faults += [
         f"{key}.{name}: {value!r} is not known for {kind!r}; remove it if it has no effect"
         for name, value in rope.items()
-        if name not in _SCALING_KEYS and value is not None and kind in ("default", *SCALING_FIELDS)
+        if name not in _SCALING_KEYS and kind in ("default", *SCALING_FIELDS)
     ]
     if kind == "default":
         return None
@@ -181,10 +184,8 @@ def _scaling(
         faults.append(f"{key}: positions scaled by {kind!r} are not supported; known are {known}")
         return None
     kind_fields = SCALING_FIELDS[kind]
-    scaling = {name: rope[name] for name in kind_fields if rope.get(name) is not None}
-    for name in _ZERO_IS_NONE:
-        if scaling.get(name) == 0:
-            del scaling[name]
+    # transformers takes 0 as left out, but not false.
+    scaling = {n: rope[n] for n in kind_fields if rope.get(n) or rope.get(n) is False}
     if not {"mscale", "mscale_all_dim"} <= scaling.keys():  # without effect
         scaling.pop("mscale", None)
         scaling.pop("mscale_all_dim", None)

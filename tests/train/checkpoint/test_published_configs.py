@@ -1,11 +1,13 @@
 """The config.json files of published checkpoints: read, counted, planned and written back."""
 
+import json
 import re
 import shutil
 from pathlib import Path
 
 import pytest
 
+from slurmllm.core.config.families import FAMILIES
 from slurmllm.core.config.huggingface import read_config, write_config
 from slurmllm.core.config.recipe import ModelConfig
 from slurmllm.core.config.resolve import recipes_dir, resolve
@@ -57,9 +59,14 @@ def test_written_back(name: str, tmp_path: Path) -> None:
     config, faults = read_config(tmp_path)
     assert faults == []
     assert config.model == model
-    before = transformers.AutoConfig.from_pretrained(FOLDER / name)
+    assert_same_settings(FOLDER / name, tmp_path)
+
+
+def assert_same_settings(source: Path, written: Path) -> None:
+    """Assert that transformers reads the same from both."""
+    before = transformers.AutoConfig.from_pretrained(source)
     before = getattr(before, "text_config", before)
-    after = transformers.AutoConfig.from_pretrained(tmp_path)
+    after = transformers.AutoConfig.from_pretrained(written)
     written_only = {"bos_token_id", "eos_token_id", "pad_token_id", "use_cache", "dtype"}
     unread = {"transformers_version", "_name_or_path", "pretraining_tp", "max_window_layers"}
     unread |= {"cache_implementation", "architectures", "_sliding_window_pattern"}
@@ -71,6 +78,27 @@ def test_written_back(name: str, tmp_path: Path) -> None:
         rope.pop("truncate", None)  # the default
     for key in values.keys() - written_only - unread:
         assert changed[key] == values[key], key
+
+
+MINIMAL = {"vocab_size": 67, "hidden_size": 32, "num_hidden_layers": 13, "num_attention_heads": 8}
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "smollm3", "olmo3", "gemma3", "nanochat"])
+def test_settings_left_out_are_those_of_transformers(family: str, tmp_path: Path) -> None:
+    dialect = FAMILIES[family].hugging_face
+    values = {**MINIMAL, "intermediate_size": 40, "model_type": dialect.model_type}
+    null = {"rope_theta": None, "rope_scaling": None, "partial_rotary_factor": None}
+    for name, more in (("left_out", {}), ("null", null)):
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps(values | more))
+        source, faults = read_config(folder)
+        assert faults == []
+        assert source is not None
+        (folder / "written").mkdir()
+        path = folder / "written" / "config.json"
+        write_config(source.model, path, dtype="float32", bos_token_id=None, eos_token_id=None)
+        assert_same_settings(tmp_path / "left_out", folder / "written")
 
 
 @pytest.mark.parametrize("file", ["", "config.json"], ids=["folder", "file"])

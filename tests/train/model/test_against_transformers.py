@@ -38,7 +38,7 @@ pytestmark = pytest.mark.numerics
 @st.composite
 def configs(draw: st.DrawFn, family: str) -> ModelConfig:
     heads, head_dim = draw(st.sampled_from([1, 2, 3, 4, 6])), draw(st.sampled_from([4, 8, 12]))
-    values = {
+    values: dict[str, Any] = {
         "family": family,
         "num_layers": draw(st.integers(1, 3)),
         "hidden_size": heads * head_dim,
