@@ -87,7 +87,7 @@ class _Choices:
 @click.option(
     "--precision",
     metavar="P,P…",
-    help="Precisions of A, B, … for --as precision: fp32, bf16_mixed, bf16_sr or bf16.  "
+    help="Precisions of A, B, … for --as precision: fp32, bf16_mixed, fp8_mixed, bf16_sr or bf16.  "
     "[default: as recorded]",
 )
 @options.choice("--by", "step tokens samples", "Axis that aligns the runs.", default="step")

@@ -84,6 +84,12 @@ def format_percent(share: float | None, decimals: int = 2) -> str:
     return ABSENT if share is None else f"{100 * share:.{decimals}f} %"
 
 
+def format_mfu(share: float | None, precision: str | None, decimals: int = 2) -> str:
+    """`35.70 %`, or `35.70 % of bf16` if some products are faster than bf16's peak."""
+    of_bf16 = share is not None and precision == "fp8_mixed"
+    return format_percent(share, decimals) + (" of bf16" if of_bf16 else "")
+
+
 def format_dollars(usd: float | None, decimals: int = 2) -> str:
     """`1,234.50`."""
     return ABSENT if usd is None else f"{usd:,.{decimals}f}"

@@ -12,7 +12,7 @@ from operator import attrgetter
 from slurmllm.core.config.resolve import RunConfig
 from slurmllm.core.config.validate import PLANNER
 from slurmllm.core.errors import ConfigError
-from slurmllm.core.format import Json, Texts, format_gib, format_plural
+from slurmllm.core.format import Json, Texts, format_gib, format_mfu, format_plural
 from slurmllm.plan.explain import (
     figures,
     fitting_changes,
@@ -147,7 +147,7 @@ class FitCheck:
         rough = ", by rough figures" if self.rough else ""
         return (
             f"{layout_text(layout)}{recomputed}: {_rate_text(layout)}, "
-            f"MFU {100 * layout.mfu:.0f} %, {format_gib(memory.peak)} of "
+            f"MFU {format_mfu(layout.mfu, train.precision, 0)}, {format_gib(memory.peak)} of "
             f"{format_gib(memory.limit)} GiB a worker{tight}{rough}"
         )
 

@@ -183,6 +183,9 @@ def evidence(candidate: LayoutEstimate) -> RunEvidence:
         reasons = [f"no published run on {cluster.name}"]
         if others := generations(run for run in of_kind if run.is_on(hardware)):
             reasons[0] += f" has software of {hardware.software}, only of {others}"
+    if candidate.config.recipe.train.is_fp8:
+        octaves = max(octaves, FAR)
+        reasons.append("no published run computes in fp8 (train.precision)")
     alike = [run for run in runs if size / 2 <= run.parameters <= 2 * size]
     highest = max((run.mfu for run in alike or runs), default=math.inf)
     if candidate.mfu > highest:

@@ -7,7 +7,14 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from slurmllm.core.config.resolve import RunConfig
-from slurmllm.core.format import Json, format_gib, format_number, format_plural, format_seconds
+from slurmllm.core.format import (
+    Json,
+    format_gib,
+    format_mfu,
+    format_number,
+    format_plural,
+    format_seconds,
+)
 from slurmllm.plan.mesh import format_change, near_batches, near_nodes, next_to
 from slurmllm.plan.neuron_memory import score_bytes
 from slurmllm.plan.search import (
@@ -138,7 +145,8 @@ def differing_settings(layout: LayoutEstimate, other: LayoutEstimate) -> set[str
 
 def _speed(candidate: LayoutEstimate) -> str:
     return (
-        f"{candidate.seq_per_s:.4g} seq/s, MFU {100 * candidate.mfu:.1f} %, "
+        f"{candidate.seq_per_s:.4g} seq/s, "
+        f"MFU {format_mfu(candidate.mfu, candidate.config.recipe.train.precision, 1)}, "
         f"{format_seconds(candidate.step.total)} per step"
     )
 

@@ -187,7 +187,7 @@ def one_pass_adamw(config: RunConfig, mesh: Mesh) -> bool:
     train = config.recipe.train
     if config.cluster.device == "cpu" or config.recipe.optim.name != ADAMW:
         return False
-    return train.compile and train.precision == "bf16_mixed" and fsdp_disabled(config, mesh)
+    return train.compile and train.is_mixed and fsdp_disabled(config, mesh)
 
 
 # Devices on which the native backend has flex_attention, as `Device.document_attention`.

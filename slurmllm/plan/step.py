@@ -52,7 +52,9 @@ from slurmllm.plan.parameters import (
     up_width,
 )
 
-_BF16, _FP32 = 2, 4
+_FP8, _BF16, _FP32 = 1, 2, 4
+# Bytes moved to convert a number: read for the largest of its tensor or row, read again, written.
+_TO_FP8 = 2 * _BF16 + _FP8
 # Numbers a parameter that AdamW reads and writes: weight, gradient, both moments, and all but the
 # gradient again; the gradient once more for its norm.
 _ADAMW = 8
@@ -165,17 +167,17 @@ class Formats:
 
 def formats(config: RunConfig) -> Formats:
     """Return the formats of a run's precision, on its backend."""
-    precision = config.recipe.train.precision
-    if precision == "fp32":
+    train = config.recipe.train
+    if train.precision == "fp32":
         return Formats(_FP32, _FP32, _FP32)
-    mixed = precision == "bf16_mixed"
+    mixed = train.is_mixed
     # FSDP2 adds gradients up in fp32; NxD does so only with fp32 master weights.
     whole = mixed or config.backend != "nxd"
     return Formats(_BF16, _FP32 if mixed else _BF16, _FP32 if whole else _BF16)
 
 
 def peak_flops(config: RunConfig) -> float:
-    """Return peak FLOP/s of one device in the run's precision."""
+    """Return peak FLOP/s of one device in the run's precision; of bf16 for fp8_mixed."""
     hardware = config.cluster.hardware
     assert hardware is not None, "the planner needs cluster.hardware"
     computes_fp32 = config.recipe.train.precision == "fp32"
@@ -320,7 +322,7 @@ class _Step:
         products = block_products(self.model, self.tokens, mesh.tensor)
         elements = block_elements(self.model, self.tokens, mesh.tensor, parallel.sequence)
         elements += 0 if self.recipe.train.compile else self._uncompiled_elements()
-        work = sum(self._product_s(product) for product in products) + self._attention_s()
+        work = sum(self._block_product_s(product) for product in products) + self._attention_s()
         return work + elements * self.formats.computed / self.bandwidth
 
     def _uncompiled_elements(self) -> int:
@@ -353,12 +355,20 @@ class _Step:
         if name == "mlp":
             up = block_products(model, tokens, tensor)[2]
             moved = tokens * (up_width(model) + model.ffn_hidden_size) // tensor * width
-            return self._product_s(up) + moved / self.bandwidth
+            return self._block_product_s(up) + moved / self.bandwidth
         shared = tensor if self.recipe.parallel.sequence else 1
         return 4 * tokens * model.hidden_size // shared * width / self.bandwidth
 
     def _product_s(self, product: Product) -> float:
         return product_s(product, self.peak, self.formats.computed, self.hardware)
+
+    def _block_product_s(self, product: Product) -> float:
+        rate = self.hardware.fp8_tflops
+        if not (self.recipe.train.is_fp8 and rate):
+            return self._product_s(product)
+        converted = product.m * product.k + product.k * product.n
+        moved = _TO_FP8 * converted / self.bandwidth
+        return product_s(product, rate * 1e12, _FP8, self.hardware) + moved
 
     def _attention_s(self) -> float:
         flops = attention_flops(self.model, self.tokens, self.mesh.tensor, self.pairs)

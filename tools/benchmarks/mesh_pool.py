@@ -117,10 +117,10 @@ class CaseFailed(Exception):
     """A worker raised; its traceback is the message."""
 
 
-# torch imports the last two at the first initialization and the first pipeline: half a second
-# of each process of each case.
+# torch imports the next two at the first initialization and the first pipeline: half a second
+# of each process of each case; torchao takes four.
 _PRELOAD = ["torch", "slurmllm.train.backends.native.runtime", "slurmllm.train.model.decoder"]
-_PRELOAD += ["torch._dynamo", "torch.distributed.pipelining"]
+_PRELOAD += ["torch._dynamo", "torch.distributed.pipelining", "torchao.float8"]
 
 
 class MeshPool:

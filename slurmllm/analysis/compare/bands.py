@@ -248,7 +248,11 @@ class SeedBand:
 # Rounding to nearest (plain bf16) loses small updates: a bias, which no band allows for.
 
 # Distance of neighbouring values, relative, in the narrowest format of a training
-SPACINGS = {"fp32": 2.0**-23, "bf16_mixed": 2.0**-8, "bf16_sr": 2.0**-8, "bf16": 2.0**-8}
+# (fp8_mixed, which rounds for products alone, is held to bf16's)
+SPACINGS = {
+    "fp32": 2.0**-23,
+    **dict.fromkeys(("bf16_mixed", "fp8_mixed", "bf16_sr", "bf16"), 2.0**-8),
+}
 _BIASED = "bf16"
 _WEIGHT = 0.02  # size of a weight if model.init_std is not recorded
 # Limits of bias and scatter in units of the walk; and of an unstable training, whose noise grows:

@@ -162,7 +162,8 @@ def _step_rows(steady: SteadySteps, candidate: LayoutEstimate) -> Iterator[Predi
     yield _row("step", candidate.step.total, taken_s, "s")
     yield _row("sequences", candidate.seq_per_s, rates.seq_per_s, "seq/s")
     yield _row("tokens", candidate.tokens_per_s, rates.tokens_per_s, "tokens/s")
-    yield _row("MFU", candidate.mfu, candidate.model_flops / taken_s / peak, "")
+    peak_note = "of bf16" if candidate.config.recipe.train.is_fp8 else ""
+    yield _row("MFU", candidate.mfu, candidate.model_flops / taken_s / peak, "", peak_note)
     # Medians of the parts need not add up to the median of the step.
     predicted = candidate.step.parts()
     late = _OPTIMIZER[candidate.config.backend]

@@ -23,6 +23,7 @@ from slurmllm.core.format import (
     format_elapsed,
     format_hours,
     format_integer,
+    format_mfu,
     format_names,
     format_number,
     format_percent,
@@ -155,7 +156,7 @@ def throughput(facts: RunFacts) -> Figures:
         "seq/s, mean of all steps": format_number(rate.seq_per_s) if rate else None,
         "tokens/s": format_number(rate.tokens_per_s) if rate else None,
         "a step, median, s": format_number(rate.step_s) if rate else None,
-        "MFU": format_percent(rate.mfu) if rate else None,
+        "MFU": format_mfu(rate.mfu, facts.configuration.text("train.precision")) if rate else None,
         "tokens/$": format_count(rate.tokens_per_usd) if rate else None,
         "tokens/$, losses and waits included": format_count(facts.tokens_per_usd_bought),
     }

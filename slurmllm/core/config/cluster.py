@@ -239,6 +239,8 @@ class Hardware(Section):
     """Peak rate of a device's bf16 matrix products, TFLOP/s, dense."""
     fp32_tflops: PositiveFloat
     """Peak rate of a device's fp32 matrix products, TFLOP/s."""
+    fp8_tflops: PositiveFloat | None = None
+    """Peak rate of a device's fp8 matrix products, TFLOP/s, dense; null: it has none."""
     memory_gib: PositiveFloat
     """Memory of a device, GiB of 2^30 bytes."""
     reserved_gib: NonNegativeFloat = 0.0

@@ -334,9 +334,13 @@ class TrainConfig(Section):
     it is to name, as for `slurmllm checkpoint import`."""
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 1234
     """Seed of the initial weights and of the data order."""
-    precision: Literal["fp32", "bf16_mixed", "bf16_sr", "bf16"] = "fp32"
-    """fp32; bf16_mixed: bf16 products, fp32 master weights and optimizer state; bf16_sr: bf16
-    throughout with stochastic rounding; bf16: bf16 throughout."""
+    precision: Literal["fp32", "bf16_mixed", "fp8_mixed", "bf16_sr", "bf16"] = "fp32"
+    """fp32; bf16_mixed: bf16 products, fp32 master weights and optimizer state; fp8_mixed: so, with
+    the blocks' matrix products in fp8; bf16_sr: bf16 throughout with stochastic rounding; bf16:
+    bf16 throughout."""
+    fp8_recipe: Literal["tensorwise", "rowwise"] = "tensorwise"
+    """What fp8_mixed has a scale for: each tensor, or each row and column (torchao's recipes of
+    these names). tensorwise is faster, and FSDP gathers weights in fp8; rowwise bears outliers."""
     z_loss: NonNegativeFloat = 0.0
     """Coefficient of the z-loss, z_loss · log²Z per target token (PaLM: 1e-4), Z the softmax's
     denominator. Its gradient is added to the cross entropy's, which alone is the loss reported."""
@@ -351,6 +355,15 @@ class TrainConfig(Section):
     it while training."""
     log_every: PositiveInt = 10
     """Steps between lines in the log."""
+
+    @property
+    def is_mixed(self) -> bool:
+        """Whether fp32 weights are multiplied in a narrower format."""
+        return self.precision in ("bf16_mixed", "fp8_mixed")
+
+    @property
+    def is_fp8(self) -> bool:
+        return self.precision == "fp8_mixed"
 
     @property
     def checkpointing_text(self) -> str:

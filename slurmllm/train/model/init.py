@@ -94,7 +94,11 @@ def normal(
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    if not isinstance(tensor, DTensor):
+        return tensor
+    local = tensor.to_local()
+    # torchao's wrapper of a weight that FSDP gathers in fp8 has the values here.
+    return getattr(local, "_tensor", local)
 
 
 def local_region(tensor: Tensor) -> tuple[slice, ...]:

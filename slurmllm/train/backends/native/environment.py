@@ -10,10 +10,11 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from slurmllm.core.config.recipe import ADAMW
+from slurmllm.core.config.recipe import ADAMW, Recipe
 from slurmllm.core.config.resolve import RunConfig
 from slurmllm.core.config.rules import choose, divisors
 from slurmllm.plan.mesh import Mesh
+from slurmllm.plan.parameters import block_products
 from slurmllm.train.backends.environment import (
     BackendEnvironment,
     Graph,
@@ -28,6 +29,7 @@ _UNKNOWN = "unknown"
 _INSTRUCTIONS = re.compile(r"s?sse|avx|amx|fma|bmi|f16c|gfni|vaes|vpclmul|xop|tbm|abm|popcnt|movbe")
 # `submit --local` asks once for each earlier run.
 output = functools.cache(output_of)
+_FP8_MULTIPLE = 16  # of the dimensions of fp8 products (torch._scaled_mm)
 _FX_GRAPHS = "inductor/fxgraph"  # two levels: first letters of the key, then the key
 
 
@@ -91,6 +93,7 @@ def graph_inputs(config: RunConfig, mesh: Mesh, threads: int | None) -> dict[str
     return {
         "model": recipe.model.model_dump(mode="json"),
         "precision": recipe.train.precision,
+        **({"fp8_recipe": recipe.train.fp8_recipe} if recipe.train.is_fp8 else {}),
         "activation_checkpointing": recipe.train.activation_checkpointing,
         "compile": recipe.train.compile,
         "z_loss": recipe.train.z_loss > 0,
@@ -146,6 +149,8 @@ def unsupported(config: RunConfig) -> list[str]:
             f"train.precision: bf16_sr rounds stochastically inside AdamW, and optim.name is "
             f"{recipe.optim.name}; --set train.precision=bf16_mixed, fp32 or bf16"
         )
+    if recipe.train.is_fp8:
+        faults += _fp8_faults(config)
     instance = config.cluster.instance_type or ""
     if config.cluster.device == "neuron" and instance.startswith("trn1"):
         faults.append(
@@ -154,6 +159,61 @@ def unsupported(config: RunConfig) -> list[str]:
         )
     elif config.cluster.device == "neuron" and config.cluster.container is None:
         faults += filter(None, [missing_torch_neuron()])
+    return faults
+
+
+def missing_torchao() -> str | None:
+    if importlib.util.find_spec("torchao") is not None:
+        return None
+    return (
+        f"train.precision: fp8_mixed needs torchao, which is not installed on {platform.node()}; "
+        "`pip install torchao` (extra fp8 of slurmllm), or --set train.precision=bf16_mixed"
+    )
+
+
+def _fp8_faults(config: RunConfig) -> list[str]:
+    cluster = config.cluster
+    hardware = cluster.hardware
+    fix = "--set train.precision=bf16_mixed"
+    if cluster.device == "neuron":
+        return [
+            f"train.precision: fp8_mixed: torchao has no fp8 products for neuron devices; {fix}"
+        ]
+    faults = []
+    if cluster.device == "cuda" and hardware and not hardware.rough and not hardware.fp8_tflops:
+        faults.append(
+            f"train.precision: fp8_mixed: profile {cluster.name} has no hardware.fp8_tflops, as "
+            f"GPUs before compute capability 8.9 (A100) have no fp8 products; {fix}, or if these "
+            "have them, set cluster.hardware.fp8_tflops to their data sheet's dense peak"
+        )
+    if cluster.container is None:
+        faults += filter(None, [missing_torchao()])
+    return [*faults, *_fp8_sizes(config.recipe)]
+
+
+def _fp8_sizes(recipe: Recipe) -> list[str]:
+    """Return a fault for each dimension of a product that torch._scaled_mm refuses."""
+    model, tensor = recipe.model, recipe.parallel.tensor
+    micro_batch = recipe.train.micro_batch
+    rows = micro_batch if isinstance(micro_batch, int) else 1  # auto: any number
+    attention_in, attention_out, _, feed_forward_out = block_products(model, 1, tensor)
+    sizes = {
+        "model.hidden_size": ("the hidden size", model.hidden_size),
+        "model.num_heads": ("the width of a worker's heads", attention_out.k),
+        "model.num_kv_heads": ("a worker's queries, keys and values", attention_in.n),
+        "model.ffn_hidden_size": ("a worker's feed-forward width", feed_forward_out.k),
+        "model.seq_len": ("the tokens of a micro batch", rows * model.seq_len),
+    }
+    faults: list[str] = []
+    for path, (name, size) in sizes.items():
+        below = size // _FP8_MULTIPLE * _FP8_MULTIPLE
+        follows = "heads" in path and faults  # from the hidden size
+        if size > below and not follows:
+            fix = " or ".join(str(n) for n in (below, below + _FP8_MULTIPLE) if n)
+            faults.append(
+                f"{path}: {name}, {size}, is not a multiple of {_FP8_MULTIPLE}, as fp8 products "
+                f"need; make it {fix}, or --set train.precision=bf16_mixed"
+            )
     return faults
 
 

@@ -4,6 +4,7 @@
 |---|---|---|---|
 | fp32 | fp32 | fp32 | fp32 |
 | bf16_mixed | fp32 | bf16 | fp32 |
+| fp8_mixed | fp32 | bf16, those of the blocks' matrices fp8 (`float8.py`) | fp32 |
 | bf16_sr | bf16, each update rounded stochastically | bf16 | fp32, then bf16 |
 | bf16 | bf16, each update rounded to nearest | bf16 | fp32, then bf16 |
 

@@ -33,7 +33,7 @@ from slurmllm.core.errors import ConfigError
 from slurmllm.core.run.host_memory import Memory
 from slurmllm.plan.mesh import Mesh, fsdp_disabled, pipelines, suits_block_masks
 from slurmllm.train.backends.base import Backend, MicroBatch, ModelFactory, loss_weight
-from slurmllm.train.backends.native import compiling, dcp, precision
+from slurmllm.train.backends.native import compiling, dcp, float8, precision
 from slurmllm.train.backends.native.dcp import DcpSaver
 from slurmllm.train.backends.native.device import KINDS, Device, DeviceNumber, send
 from slurmllm.train.backends.native.environment import unsupported
@@ -96,6 +96,9 @@ class NativeBackend(Backend):
         if faults:
             raise ConfigError("the native backend cannot run this recipe", faults)
         self.worker_device = kind(worker.local_rank)
+        train = self.config.recipe.train
+        if train.is_fp8 and (fault := float8.device_fault(train, self.worker_device)):
+            raise ConfigError(fault)
         self.forward_marks = []
         self.device = self.worker_device.torch
         if kind.asynchronous:
@@ -119,11 +122,15 @@ class NativeBackend(Backend):
         chunk_indices = range(mesh.pipeline_rank(self.worker.rank), mesh.chunks, mesh.pipeline)
         with torch.device("meta"):
             self.chunks = [make_chunk(model_factory, index, mesh) for index in chunk_indices]
+        unsharded = fsdp_disabled(self.config, mesh)
+        shards = None if unsharded else mesh.shard * mesh.tensor
         tensor_mesh = self.device_mesh["tensor"]
         if mesh.tensor > 1:
             compiling.make_portable(tensor_mesh, "tensor parallel")
         for chunk in self.chunks:
             precision.store_weights(chunk, recipe.train.precision)
+            for block in chunk.blocks() if recipe.train.is_fp8 else ():
+                float8.convert_products(block, recipe.train, self.worker_device, shards)
             if mesh.tensor > 1:
                 apply_tensor_parallel(chunk, tensor_mesh, sequence=recipe.parallel.sequence)
         # Before FSDP, whose hooks then run outside the compiled functions.
@@ -151,7 +158,6 @@ class NativeBackend(Backend):
             "mp_policy": precision.sharding_policy(recipe.train.precision),
             "reshard_after_forward": recipe.parallel.zero == 3,
         }
-        unsharded = fsdp_disabled(self.config, mesh)
         for chunk in self.chunks:
             if not unsharded:
                 for block in chunk.blocks():
@@ -205,7 +211,7 @@ class NativeBackend(Backend):
         return (
             fsdp_disabled(self.config, self.mesh)
             and self.config.recipe.optim.name == ADAMW
-            and train.precision == "bf16_mixed"
+            and train.is_mixed
             and train.compile
             and self.worker_device.asynchronous
             # Gradients of another format than the weight's: torch 2.10.
@@ -259,7 +265,11 @@ class NativeBackend(Backend):
 
     def whole_weights(self, micro_batches: int = 1) -> AbstractContextManager[None]:
         """Return a context with whole weights, where FSDP does not gather them itself."""
-        return nullcontext() if self.weights is None else self.weights.whole(micro_batches)
+        if self.weights is not None:
+            return self.weights.whole(micro_batches)
+        if self.config.recipe.train.is_fp8:
+            float8.compute_scales(self.model)
+        return nullcontext()
 
     def _global_mean(self, mean: Tensor | None) -> DeviceNumber:
         """Reduce the workers' mean losses, None except on the last stage, to the global batch's."""

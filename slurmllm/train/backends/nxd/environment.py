@@ -30,7 +30,7 @@ import importlib.metadata
 import re
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -285,11 +285,23 @@ def _missing_kinds(model: ModelConfig) -> list[str]:
     return [text] if missing else []
 
 
+def _precision_faults(recipe: Recipe) -> Iterator[str]:
+    if recipe.train.is_fp8:
+        yield (
+            "train.precision: fp8_mixed: neuronx-distributed has no fp8 products for training; "
+            "--set train.precision=bf16_mixed"
+        )
+    if recipe.train.precision == "bf16_mixed" and recipe.parallel.zero == 0:
+        yield (
+            "train.precision: bf16_mixed: neuronx-distributed keeps fp32 master weights in its "
+            "ZeRO-1 optimizer; --set parallel.zero=1, or train.precision=bf16_sr"
+        )
+
+
 def unsupported(config: RunConfig) -> list[str]:
     recipe = config.recipe
     cluster = config.cluster
     parallel = recipe.parallel
-    train = recipe.train
     model = recipe.model
     faults = _missing_kinds(model)
     if cluster.device == "cuda":
@@ -312,11 +324,7 @@ def unsupported(config: RunConfig) -> list[str]:
             f"parallel.shard_nodes: {parallel.shard_nodes}: neuronx-distributed shards over all "
             "data-parallel workers; --set parallel.shard_nodes=null, or backend=native"
         )
-    if train.precision == "bf16_mixed" and parallel.zero == 0:
-        faults.append(
-            "train.precision: bf16_mixed: neuronx-distributed keeps fp32 master weights in its "
-            "ZeRO-1 optimizer; --set parallel.zero=1, or train.precision=bf16_sr"
-        )
+    faults += _precision_faults(recipe)
     if parallel.sequence and model.seq_len % parallel.tensor:
         faults.append(
             f"model.seq_len: {model.seq_len} is not a multiple of parallel.tensor "
