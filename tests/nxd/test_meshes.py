@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 from mesh_pool import (
-    FAMILIES,
     Case,
     MeshPool,
     counted,
@@ -202,7 +201,7 @@ def test_clipping(pool: MeshPool, native: Reference, limit: float, zero: int) ->
     assert max(deviation(pool.run(case), expected)) < TOLERANCE
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["neox", "llama", "llama3", "qwen3", "gpt3"])
 @pytest.mark.parametrize("precision", ["bf16_mixed", "bf16_sr", "bf16"])
 def test_bf16(pool: MeshPool, native: Reference, family: str, precision: str) -> None:
     """Meshes differ by bf16's rounding alone (2^-8 a number); stochastic rounding is the device's.

@@ -5,6 +5,7 @@ Batches count sequences, lengths count tokens. Field names are the ones that `--
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from functools import cached_property
 from typing import Annotated, Any, Literal, Self
@@ -132,12 +133,18 @@ SCALING_FIELDS: Mapping[str, Values] = {
 }
 
 
+def _rope(value: Any) -> Any:
+    if value in (None, "none") or (type(value) in (int, float) and 0 < value < math.inf):
+        return value
+    raise ValueError("must be none, or a base above 0")
+
+
 class LayerAttention(Section):
     """What may differ between the attention of layers; by default full causal attention."""
 
     window: PositiveInt | None = None
     """Tokens that a token attends to, itself included; all before it by default."""
-    rope: Literal["none"] | PositiveFloat | None = None
+    rope: Annotated[Literal["none"] | PositiveFloat | None, BeforeValidator(_rope)] = None
     """none: no rotary positions; a number: rotary angles of this base, not scaled; by default
     those of rotary_base and rope_scaling."""
 

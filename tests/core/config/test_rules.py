@@ -44,6 +44,11 @@ tiny_llama | YARN model.rotary_base=1 | 1 does not go with the scaling yarn; cho
 tiny_llama | ROPE factor=0.5 | factor=0.5): must be greater than or equal to 1
 tiny_llama | ROPE low_freq_factor=4 | low_freq_factor: 4 is not less than high_freq_factor 4; choose
 tiny_gpt3  | ROPE | gpt3 has no scaled positions; leave it out, or choose model.family llama, qwen3
+tiny_llama | model.attention_softcap=2.0 | model.attention_softcap: model.family llama has none; le
+tiny_llama | model.attention_pattern=[{"window":7}] | model.family llama has none; leave it out, or
+tiny_llama | model.attention_pattern=[{"window":0}] | model.attention_pattern.window: 0: must be g
+tiny_llama | model.attention_pattern=[{"rope":0}] | pattern.rope: 0: must be none, or a base above 0
+tiny_llama | model.query_pre_attn_scalar=0 | must be greater than 0
 tiny_gpt3  | model.num_kv_heads=2 | gpt3 has as many key and value heads as attention heads; set 6
 tiny_llama | model.num_kv_heads=4 | 4 does not divide model.num_heads 6; choose 1, 2, 3 or 6
 tiny_llama | model.output_init_std=0.01 | 0.01 and model.scaled_init both set the standard deviation

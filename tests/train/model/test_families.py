@@ -1,6 +1,6 @@
 """The torch-free statements on families against the decoder that is built of them."""
 
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -26,6 +26,28 @@ def test_parameters_are_counted_exactly(recipe: str) -> None:
     config = resolve(recipe).recipe.model
     built = {name: tuple(p.shape) for name, p in on_meta(config).named_parameters()}
     assert parameter_shapes(config) == built
+
+
+@pytest.mark.parametrize(
+    ("layers", "written", "stored"),
+    [
+        (6, [{}], ()),
+        (6, [{"window": 4}, {}] * 3, ((4, None), (None, None))),
+        (5, [{"window": 4}, {"window": 4}, {}], ((4, None), (4, None), (None, None))),
+        (2, [{"window": 4}, {"window": 4}, {}], ((4, None),)),
+        (4, [{"rope": 100}, {"rope": "none"}], ((None, None), (None, "none"))),
+    ],
+)
+def test_equal_layers_have_one_form(
+    layers: int, written: list[Any], stored: tuple[tuple[object, object], ...]
+) -> None:
+    model = resolve("tiny_llama").recipe.model.model_dump(mode="json")
+    changes = {"family": "gemma3", "num_layers": layers, "rotary_base": 100.0}
+    model |= {**changes, "attention_pattern": written, "activation": "gelu_tanh"}
+    config = ModelConfig.model_validate(model)
+    assert tuple((kind.window, kind.rope) for kind in config.attention_pattern) == stored
+    assert ModelConfig.model_validate(config.model_dump(mode="json")) == config
+    assert ModelConfig.model_validate(model | {"query_pre_attn_scalar": 32}) == config
 
 
 def test_each_activation_can_be_computed_and_exported() -> None:

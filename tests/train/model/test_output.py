@@ -38,9 +38,13 @@ def test_wide_products_of_bf16_are_those_of_fp32_rounded(at_a_time: int) -> None
     assert not weight.grad[50:].any()
 
 
-def plain_z_loss(x: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+def plain_z_loss(
+    x: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, softcap: float | None = None
+) -> torch.Tensor:
     """Cross entropy and z-loss as PaLM defines them, summed over the targets."""
     logits = F.linear(x, weight).flatten(0, 1)
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
     targets = labels.flatten() != IGNORED
     added = 1e-2 * torch.logsumexp(logits, -1)[targets].square().sum()
     return F.cross_entropy(logits, labels.flatten(), ignore_index=IGNORED, reduction="sum") + added
@@ -65,6 +69,28 @@ def test_z_loss_gradients_are_autograds(at_a_time: int) -> None:
     for gradient, exact, other in zip(gradients, expected, without, strict=True):
         assert_rounded(gradient, exact, TERMS)
         assert (other - exact).abs().max() > 1e-2 * exact.abs().max()
+
+
+@pytest.mark.parametrize("one_pass", [False, True])
+@pytest.mark.parametrize(("at_a_time", "multiple"), [(2**27, 1), (500, 1), (500, 16)])
+def test_a_soft_cap_s_gradients_are_autograds(
+    at_a_time: int, multiple: int, one_pass: bool
+) -> None:
+    generator = torch.Generator().manual_seed(5)
+    x = torch.randn(2, 9, 16, generator=generator).requires_grad_()
+    weight = torch.randn(53, 16, generator=generator).requires_grad_()
+    labels = torch.randint(0, 50, (2, 9), generator=generator)
+    labels[0, :4] = IGNORED
+    module = Output(50, softcap=3.0)
+    module.z_loss, module.one_pass, module.row_multiple = 1e-2, one_pass, multiple
+    exact = F.linear(x, weight)
+    assert_rounded(module(x, weight, None), 3 * torch.tanh(exact / 3), 16)
+    with patch.object(Output, "logits_at_a_time", at_a_time):
+        loss = module(x, weight, labels)
+    gradients = torch.autograd.grad(loss * labels.numel(), (x, weight))
+    expected = torch.autograd.grad(plain_z_loss(x, weight[:50], labels, 3.0), (x, weight))
+    for gradient, autograds in zip(gradients, expected, strict=True):
+        assert_rounded(gradient, autograds, TERMS)
 
 
 @pytest.mark.parametrize("z_loss", [0.0, 1e-2])

@@ -139,15 +139,32 @@ def packed(length: int, longest: int, seed: int) -> Tensor:
     return torch.cat(pieces)[:length]
 
 
+@pytest.mark.parametrize("documents", [False, True])
+def test_a_window_masks_what_is_farther_away(documents: bool) -> None:
+    positions = torch.tensor([[0, 1, 2, 0, 1, 2, 3]]) if documents else torch.arange(7).expand(1, 7)
+    mask = document_mask(positions, torch.float32, 3)[0, 0] == 0
+    for query in range(7):
+        for key in range(7):
+            same = not documents or (query < 3) == (key < 3)
+            assert mask[query, key] == (same and query - 3 < key <= query)
+    whole = document_mask(positions, torch.float32, 7)
+    assert torch.equal(whole, document_mask(positions, torch.float32))
+
+
 @pytest.mark.parametrize("length", [1, 127, 128, 129, 300, 768])
-@pytest.mark.parametrize("longest", [3, 140, 400, 2000])
-def test_blocks_are_those_that_torch_finds_token_by_token(length: int, longest: int) -> None:
+@pytest.mark.parametrize(
+    ("longest", "window"),
+    [(3, None), (140, None), (400, None), (2000, None), (2000, 1), (2000, 128), (400, 130)],
+)
+def test_blocks_are_those_that_torch_finds_token_by_token(
+    length: int, longest: int, window: int | None
+) -> None:
     positions = torch.stack([packed(length, longest, seed) for seed in range(3)])
-    mask = document_blocks(positions)
+    mask = document_blocks(positions, None if window is None else torch.tensor(window))
     rows, columns = torch.arange(length).unsqueeze(1), torch.arange(length)
     for row in range(3):
         visible = mask.mask_mod(torch.tensor(row), torch.tensor(0), rows, columns)
-        assert torch.equal(visible, document_mask(positions, torch.float32)[row, 0] == 0)
+        assert torch.equal(visible, document_mask(positions, torch.float32, window)[row, 0] == 0)
     expected = create_block_mask(mask.mask_mod, 3, None, length, length, device="cpu")
     assert mask.shape == expected.shape
     for name in BlockMask._TENSOR_ATTRS:
@@ -157,25 +174,26 @@ def test_blocks_are_those_that_torch_finds_token_by_token(length: int, longest: 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # Inductor's own
 @pytest.mark.parametrize(
-    ("compiler", "length", "queries", "keys"),
+    ("compiler", "length", "queries", "keys", "window"),
     [
-        *(("eager", 128, 4, 4), ("eager", 301, 4, 4), ("eager", 301, 6, 2)),
-        pytest.param("inductor", 301, 6, 2, marks=pytest.mark.long),
+        *(("eager", 128, 4, 4, None), ("eager", 301, 4, 4, None), ("eager", 301, 6, 2, 140)),
+        pytest.param("inductor", 301, 6, 2, 140, marks=pytest.mark.long),
     ],
 )
+@pytest.mark.parametrize("special", [{}, {"scale": 0.3, "softcap": 1.5}], ids=["plain", "soft cap"])
 def test_attention_by_blocks_equals_the_dense_mask(
-    compiler: str, length: int, queries: int, keys: int
+    compiler: str, length: int, queries: int, keys: int, window: int | None, special: dict[str, Any]
 ) -> None:
     positions = torch.stack([packed(length, longest, 5) for longest in (9, 150, 2000)])
     torch.compiler.reset()  # Dynamo has at most eight graphs of a function
     generator = torch.Generator().manual_seed(1)
     q, k, v = (torch.randn(3, length, n, 16, generator=generator) for n in (queries, keys, keys))
-    core, none = CausalCore(use_rotary=False, grouped=keys < queries), torch.empty(0)
+    core, none = CausalCore(use_rotary=False, grouped=keys < queries, **special), torch.empty(0)
     compiled = torch.compile(core, fullgraph=True, dynamic=False, backend=compiler)
     make_mask = torch.compile(document_blocks, fullgraph=True, dynamic=False, backend=compiler)
-    mask = make_mask(positions)
+    mask = make_mask(positions, None if window is None else torch.tensor(window))
     with torch.no_grad():  # torch has no backward pass of it on CPUs
-        expected = core(q, k, v, none, document_mask(positions, torch.float32))
+        expected = core(q, k, v, none, document_mask(positions, torch.float32, window))
         for dtype, tolerance in ((torch.float32, 3e-6), (torch.bfloat16, 2e-2)):
             inputs = (x.to(dtype) for x in (q, k, v))
             out = compiled(*inputs, none, mask)
