@@ -46,8 +46,8 @@ tiny_llama | ROPE low_freq_factor=4 | low_freq_factor: 4 is not less than high_f
 tiny_gpt3  | ROPE | gpt3 has no scaled positions; leave it out, or choose model.family llama, qwen3
 tiny_llama | model.attention_softcap=2.0 | model.attention_softcap: model.family llama has none; le
 tiny_llama | model.attention_pattern=[{"window":7}] | model.family llama has none; leave it out, or
-tiny_llama | GEMMA model.attention_pattern=[{"window":0}] | pattern.window: 0: must be greater than 0
-tiny_llama | GEMMA model.attention_pattern=[{"rope":0}] | pattern.rope: 0: must be none, or a base above 0
+tiny_llama | GEMMA model.attention_pattern=[{"window":0}] | window: 0: must be greater than 0
+tiny_llama | GEMMA model.attention_pattern=[{"rope":0}] | rope: 0: must be none, or a base above
 tiny_llama | model.query_pre_attn_scalar=0 | must be greater than 0
 tiny_gpt3  | model.num_kv_heads=2 | gpt3 has as many key and value heads as attention heads; set 6
 tiny_llama | model.num_kv_heads=4 | 4 does not divide model.num_heads 6; choose 1, 2, 3 or 6
