@@ -70,27 +70,35 @@ def make_model(config: ModelConfig) -> nn.Module:
 
 
 def make_step(config: RunConfig, device: str) -> Callable[[Tokens, Tokens], Tensor]:
-    """Return a function that makes an optimizer step; its loss may still be computing.
-
-    Tokens and labels are int64, [batch, seq].
-    """
-    recipe = config.recipe
+    """Return `step_of` of transformers' model."""
     with torch.device(device):
-        model = make_model(recipe.model)
-    optim = recipe.optim
-    groups = decay_groups(model, optim.weight_decay)
-    optimizer = torch.optim.AdamW(groups, optim.lr, optim.betas, optim.eps, fused=True)
-    compiler = "inductor" if recipe.train.compile else "eager"
+        model = make_model(config.recipe.model)
+    compiler = "inductor" if config.recipe.train.compile else "eager"
 
     @torch.compile(fullgraph=True, dynamic=False, backend=compiler)
     def loss_of(tokens: Tensor, labels: Tensor) -> Tensor:
         logits = model(input_ids=tokens).logits
         return F.cross_entropy(logits.float().flatten(0, 1), labels.flatten())
 
+    return step_of(config, device, model, loss_of)
+
+
+def step_of(
+    config: RunConfig, device: str, model: nn.Module, loss_of: Callable[[Tensor, Tensor], Tensor]
+) -> Callable[[Tokens, Tokens], Tensor]:
+    """Return a function that makes an optimizer step; its loss may still be computing.
+
+    Tokens and labels are int64, [batch, seq].
+    """
+    recipe = config.recipe
+    optim = recipe.optim
+    groups = decay_groups(model, optim.weight_decay)
+    optimizer = torch.optim.AdamW(groups, optim.lr, optim.betas, optim.eps, fused=True)
+
     def step(tokens: Tokens, labels: Tokens) -> Tensor:
         inputs = (send(torch.from_numpy(part), torch.device(device)) for part in (tokens, labels))
         with torch.autocast(device, torch.bfloat16, enabled=recipe.train.precision != "fp32"):
-            loss: Tensor = loss_of(*inputs)
+            loss = loss_of(*inputs)
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), optim.grad_clip)
         optimizer.step()

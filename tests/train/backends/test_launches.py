@@ -15,15 +15,17 @@ import torch
 from amounts import sample
 from functorch.compile import make_boxed_func
 from mesh_pool import Case, MeshPool, small_run
-from torch import fx
+from torch import Tensor, fx
 from torch._dynamo.backends.common import aot_autograd
+from torch._inductor.sizevars import SizeVarAllocator
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from slurmllm.core.config.profiles import available, shipped_dir
 from slurmllm.core.config.resolve import resolve
 from slurmllm.train.backends.native.device import KINDS, Accelerator
+from slurmllm.train.backends.native.precision import update_
 from slurmllm.train.backends.native.runtime import NativeBackend
-from slurmllm.train.backends.native.unsharded import MixedAdamW
+from slurmllm.train.backends.native.unsharded import MixedAdamW, update_mixed_
 from slurmllm.train.model.decoder import build_model
 from train.backends.conftest import (
     LABELS,
@@ -230,3 +232,39 @@ def test_the_copies_are_of_the_stored_weights(new_backend: NewBackend, tmp_path:
     backend = make(new_backend, 8, "train.seed=7")
     backend.load_shards(tmp_path)
     assert train(backend, 2, first=2, size=8) == whole_run
+
+
+def update_by_elements(count: int) -> tuple[Any, ...]:
+    return ([torch.rand(count) for _ in range(5)], torch.rand(7), torch.tensor(0.5))
+
+
+def update_by_rows(columns: int) -> tuple[Any, ...]:
+    tensors = [torch.rand(6, columns).bfloat16() for _ in range(4)]
+    return (
+        *tensors,
+        *(torch.zeros(n, dtype=torch.int32) for n in ((6, 1), (columns,))),
+        torch.rand(7),
+    )
+
+
+@pytest.mark.parametrize(
+    ("update", "arguments"), [(update_mixed_, update_by_elements), (update_, update_by_rows)]
+)
+def test_an_update_s_kernel_knows_that_it_is_aligned(update: Any, arguments: Any) -> None:
+    """Triton accesses memory by 16 bytes if Inductor knows that sizes are multiples of 16."""
+    known: list[bool] = []
+
+    def inspect(graph: fx.GraphModule, inputs: Any) -> Any:
+        size = next(x.numel() for x in inputs if isinstance(x, Tensor) and x.is_floating_point())
+        assert isinstance(size, torch.SymInt)
+        sizes = SizeVarAllocator(size.node.shape_env)
+        known.append(sizes.statically_known_multiple_of(size.node.expr, 16))
+        return make_boxed_func(graph.forward)
+
+    torch.compiler.reset()
+    backend: Any = aot_autograd(fw_compiler=inspect)
+    compiled: Any = torch.compile(update, fullgraph=True, dynamic=True, backend=backend)
+    with torch.no_grad():
+        for length in (1600, 320, 1603, 4096, 37):
+            compiled(*arguments(length))
+    assert known == [True, False], "a graph for multiples, and one for the others"

@@ -1,4 +1,5 @@
-"""One process of `gpu.py`: `python -m _gpu.child train TRAINER TASK` or `… describe DEVICE`.
+"""One process of `gpu.py`: `python -m _gpu.child train TRAINER TASK`, `… describe DEVICE` or
+`… calibrate DEVICE quick|whole`.
 
 A process each, so that one that fails takes nothing with it and all find the memory free. The last
 line of the output is the result, JSON.
@@ -7,59 +8,70 @@ line of the output is the result, JSON.
 from __future__ import annotations
 
 import json
-import resource
+import logging
 import sys
 import time
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator
+from typing import Any, SupportsFloat
 
 import numpy as np
 import torch
 
 from _gpu.task import Measured, Task
+from slurmllm.core.config.resolve import resolve
+from slurmllm.core.errors import ConfigError
 
 _WARM_UP = 3  # steps after the first one, before the timed ones
 
 
-def train(trainer: str, task: Task) -> Measured:
-    """Train and measure; returns `missing`, a reason, if this trainer cannot run here.
+def train(trainer: str, task: Task) -> Iterator[Measured]:
+    """Train and measure; yields `missing`, a reason, if this trainer cannot run here.
 
     `first_step_s` includes compilation, `step_s` is the mean of the timed steps, `loss` of the last
     one. `peak_bytes` and `reserved_bytes` are the most that tensors needed and torch's allocator
-    held in the timed steps; on a CPU, the process's memory.
+    held in the timed steps; on a CPU, the process's memory. Then what `task.extras` names.
     """
-    from _gpu.trainers import TRAINERS, Ours
+    from _gpu.trainers import TRAINERS, timed
 
-    on_gpu = task.device == "cuda"
     torch.manual_seed(0)
     try:
-        step = TRAINERS[trainer](task)
-    except ImportError as error:
-        return {"missing": str(error)}
+        trainer_step = TRAINERS[trainer](task)
+    except (ImportError, ConfigError) as error:  # such as a precision that this version lacks
+        yield {"missing": str(error)}
+        return
     batches = _batches(task)
+
+    def step() -> SupportsFloat:
+        return trainer_step(*next(batches))
+
     began = time.perf_counter()
-    float(step(*next(batches)))
-    first_step_s = time.perf_counter() - began
+    float(step())
+    yield {"first_step_s": time.perf_counter() - began}
+    if not task.steps:
+        return
     for _ in range(_WARM_UP):
-        step(*next(batches))
-    if on_gpu:
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-    began = time.perf_counter()
-    for _ in range(task.steps):
-        loss = step(*next(batches))
-    value = float(loss)
-    if on_gpu:
-        torch.cuda.synchronize()
-    step_s = (time.perf_counter() - began) / task.steps
-    process_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # getrusage(2): KiB
+        step()
+    yield timed(step, task.steps, task.device)
+    for extra in task.extras:
+        yield {extra: getattr(trainer_step, extra)(step)}
+
+
+def calibrate(device: str, quick: str) -> Measured:
+    """Measure the device as `slurmllm calibrate --local` does."""
+    from slurmllm.analysis.calibrate.run import calibrate as measure
+    from slurmllm.launch.supervise.allocation import LocalAllocation
+
+    is_quick = quick == "quick"
+    settings = [f"cluster.device={device}", f"train.compile={str(not is_quick).lower()}"]
+    config = resolve("tiny_neox", "local", settings)
+    calibration = measure(config, LocalAllocation(), logging.info, quick=is_quick)
+    hardware = calibration.hardware
+    figures = f"bf16 {hardware.bf16_tflops:.0f} TFLOP/s, memory {hardware.memory_gb_s:.0f} GB/s"
     return {
-        "first_step_s": first_step_s,
-        "step_s": step_s,
-        "loss": value,
-        "peak_bytes": torch.cuda.max_memory_allocated() if on_gpu else process_bytes,
-        "reserved_bytes": torch.cuda.max_memory_reserved() if on_gpu else process_bytes,
-        "save": step.save(lambda: step(*next(batches))) if isinstance(step, Ours) else None,
+        "summary": f"measured in {calibration.seconds:.1f} s: {figures}",
+        "seconds": calibration.seconds,
+        "hardware": hardware.model_dump(mode="json"),
+        "notes": calibration.notes,
     }
 
 
@@ -81,46 +93,26 @@ def _batches(task: Task) -> Iterator[tuple[Any, ...]]:
             yield row[:, :-1].copy(), row[:, 1:].copy(), *positions
 
 
-def describe(device: str) -> dict[str, Any]:
-    facts: dict[str, Any] = {"torch": torch.__version__, "attention": attention_kernels(device)}
+def describe(device: str) -> Measured:
+    facts: Measured = {"torch": torch.__version__, "name": "CPU", "memory_bytes": None}
     if device == "cuda":
         properties = torch.cuda.get_device_properties(0)
         facts |= {"name": properties.name, "memory_bytes": properties.total_memory}
-    else:
-        facts |= {"name": "CPU", "memory_bytes": None}
     return facts
 
 
-def attention_kernels(device: str) -> dict[str, list[str]]:
-    """Return which of torch's fused kernels accept the model's attention, by case, in bf16."""
-    cuda = torch.backends.cuda
-    accept = {
-        "flash": cuda.can_use_flash_attention,
-        "memory-efficient": cuda.can_use_efficient_attention,
-        "cuDNN": cuda.can_use_cudnn_attention,
-    }
-    cases = {
-        "causal": (32, None),
-        "causal, grouped queries": (8, None),
-        "document mask": (32, True),
-        "document mask, grouped queries (not used: keys are repeated)": (8, True),
-    }
-    kernels_of = {}
-    for name, (kv_heads, masked) in cases.items():
-        query, key = (
-            torch.zeros(1, heads, 256, 64, device=device, dtype=torch.bfloat16, requires_grad=True)
-            for heads in (32, kv_heads)
-        )
-        mask = query.new_zeros(1, 1, 256, 256).detach() if masked else None
-        params = cuda.SDPAParams(query, key, key, mask, 0.0, mask is None, kv_heads < 32)
-        kernels_of[name] = [kernel for kernel, accepts in accept.items() if accepts(params)]
-    return kernels_of
-
-
 def main() -> None:
+    """Print the result as it grows, a line of JSON each, so that a part's limit costs no figure."""
     verb, *rest = sys.argv[1:]
-    result = describe(*rest) if verb == "describe" else train(rest[0], Task(**json.loads(rest[1])))
-    print(json.dumps(result), flush=True)
+    results: Iterable[Measured]
+    if verb == "train":
+        results = train(rest[0], Task(**json.loads(rest[1])))
+    else:
+        results = [describe(*rest) if verb == "describe" else calibrate(*rest)]
+    whole: Measured = {}
+    for result in results:
+        whole |= result
+        print(json.dumps(whole), flush=True)
 
 
 if __name__ == "__main__":

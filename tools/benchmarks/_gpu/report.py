@@ -6,10 +6,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from _gpu.task import Measured
+from _gpu.task import AIMS, Measured
 from slurmllm.core.display.tables import markdown_table
 
-NAMES = {"ours": "slurmllm, native backend", "loop": "compiled loop, transformers"}
+NAMES = {
+    "ours": "slurmllm, native backend",
+    "ours_again": "native backend, graphs cached",
+    "torch_adamw": "native backend, torch's AdamW",
+    "loop": "compiled loop, transformers",
+    "torchtitan": "torchtitan",
+}
 
 
 @dataclass
@@ -30,7 +36,7 @@ class Part:
         if self.failure is not None:
             return f"**failed**: {self.failure}"
         if "missing" in self.result:
-            return f"not run: {self.result['missing']}"
+            return " ".join(f"not run: {self.result['missing']}".split())
         return str(self.result.get("summary", "done"))
 
 
@@ -41,36 +47,78 @@ def report(facts: Mapping[str, str], parts: Sequence[Part], forecasts: Mapping[s
     """
     lines = [f"# One GPU: {facts['device']}", ""]
     lines += [f"- {name}: {value}" for name, value in facts.items()]
-    trained = [part for part in parts if part.trainer]
-    lines += ["", "## Training in bf16", "", _training(trained, forecasts)]
+    trained = [part for part in parts if part.trainer and "step_s" in part.result]
+    lines += ["", "## Training", "", _training(trained, forecasts), _AIMS_NOTE, ""]
+    lines += ["## Logits at a time in the head", "", _head(trained)]
+    lines += ["## Where a step's time goes, ms", "", _profile(trained)]
     lines += ["## A save during training", "", _saves(trained)]
-    for described in [part.result["attention"] for part in parts if "attention" in part.result]:
-        kernels = [(case, ", ".join(names) or "none") for case, names in described.items()]
-        lines += ["## Attention kernels that accept a case", ""]
-        lines.append(markdown_table(("case", "kernels"), kernels))
     rows = [(p.name, "yes" if p.required else "no", f"{p.seconds:.0f}", p.outcome) for p in parts]
     lines += ["## Parts", "", markdown_table(("part", "required", "seconds", "result"), rows)]
     return "\n".join(lines)
 
 
+_AIMS_NOTE = (
+    "MFU is of the bf16 peak, with FP8 too. The compiled loops' first steps ran beside the tests."
+)
+
+
 def _training(parts: Sequence[Part], forecasts: Mapping[str, Any]) -> str:
     rows = []
-    ours = {part.model: part.result.get("loss") for part in parts if part.trainer == "ours"}
+    ours = {part.model: part.result["loss"] for part in parts if part.trainer == "ours"}
+    loops = {part.model: part.result["step_s"] for part in parts if part.trainer == "loop"}
     for part in parts:
         forecast, result = forecasts[part.model], part.result
-        row = [part.model, NAMES[part.trainer]]
-        if part.failure is not None or "missing" in result:
-            rows.append([*row, part.outcome, *[""] * 8])
-            continue
-        row += _measured(result, forecast)
+        row = [part.model, NAMES[part.trainer], *_measured(result, forecast)]
         # Equal weights and batches differ by rounding, far below a hundredth.
         if (loss := ours.get(part.model)) is None or abs(result["loss"] - loss) > 0.01:
             row[-1] += ", not comparable: other initial weights"
         planned = [f"{forecast['step_s'] * 1e3:.0f}", f"{forecast['memory_bytes'] / 1e9:.1f}"]
-        rows.append([*row, *(planned if part.trainer == "ours" else ["", ""])])
+        row += planned if part.trainer == "ours" else ["", ""]
+        base = part.model.partition(",")[0]  # variants are named after their model
+        same_work = forecast["model_flops"] == forecasts[base]["model_flops"]
+        loop_s = loops.get(base) if same_work and part.trainer != "loop" else None
+        ratio = f"{result['step_s'] / loop_s:.3f}" if loop_s else ""
+        rows.append([*row, _aim(part) if part.trainer == "ours" else "", ratio])
     speed = ("tokens/s", "step, ms", "MFU", "peak memory, GB", "held by the allocator, GB")
     plan = ("step of `slurmllm plan`, ms", "memory of `slurmllm plan`, GB")
-    return markdown_table(("model", "trainer", *speed, "first step, s", "loss", *plan), rows)
+    more = ("first step, s", "loss", *plan, "aim", "step / loop's")
+    return markdown_table(("model", "trainer", *speed, *more), rows)
+
+
+def _aim(part: Part) -> str:
+    if (aim := AIMS.get(part.model)) is None:
+        return ""
+    excess = part.result["step_s"] * 1e3 - aim
+    return f"≤ {aim}: " + ("reached" if excess <= 0 else f"missed by {excess:.1f} ms")
+
+
+def _head(parts: Sequence[Part]) -> str:
+    rows = [
+        (part.model, size, f"{one['step_s'] * 1e3:.1f}", f"{one['peak_bytes'] / 1e9:.2f}")
+        for part in parts
+        for size, one in part.result.get("head", {}).items()
+    ]
+    return markdown_table(("model", "logits at a time", "step, ms", "peak memory, GB"), rows)
+
+
+def _profile(parts: Sequence[Part]) -> str:
+    """Return a column for each model, and its slowest kernels."""
+    profiles = {part.model: part.result["profile"] for part in parts if "profile" in part.result}
+    names = dict.fromkeys(name for one in profiles.values() for name in one["classes"])
+    rows = [
+        (name, *(f"{one['classes'].get(name, 0.0):.1f}" for one in profiles.values()))
+        for name in names
+        if any(one["classes"].get(name, 0.0) >= 0.05 for one in profiles.values())
+    ]
+    idle = [one["idle"] for one in profiles.values()]
+    rows.append(("idle", *("" if ms is None else f"{ms:.1f}" for ms in idle)))
+    kernels = [
+        (model, kernel["class"], f"{kernel['ms']:.1f}", f"`{kernel['name']}`")
+        for model, one in profiles.items()
+        for kernel in one["kernels"]
+    ]
+    slowest = markdown_table(("model", "class", "ms", "kernel"), kernels)
+    return markdown_table(("class", *profiles), rows) + "\n" + slowest
 
 
 def _measured(result: Measured, forecast: Mapping[str, Any]) -> list[str]:

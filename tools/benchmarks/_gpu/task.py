@@ -27,10 +27,16 @@ MODELS: dict[str, tuple[str, tuple[str, ...], int]] = {
     "gpt3_1.3b": ("gpt3_1.3b", (), 8),
     "llama_1.1b": ("tiny_llama", _LLAMA, 8),
 }
+_FP8 = ("train.precision=fp8_mixed",)
+_MUON = ("optim.name=muon",)
+_SR = ("train.precision=bf16_sr",)
 _DOCUMENTS = ("data.mask=document",)
-# Of ours alone.
+# Of ours alone, the most important first.
 VARIANTS: dict[str, tuple[str, tuple[str, ...], int]] = {
-    "gpt3_1.3b, bf16_sr": ("gpt3_1.3b", ("train.precision=bf16_sr",), 8),
+    "gpt3_1.3b, fp8": ("gpt3_1.3b", _FP8, 8),
+    "llama_1.1b, fp8": ("tiny_llama", (*_LLAMA, *_FP8), 8),
+    "gpt3_1.3b, muon": ("gpt3_1.3b", _MUON, 8),
+    "gpt3_1.3b, bf16_sr": ("gpt3_1.3b", _SR, 8),
     "llama_1.1b, 8,192 tokens": ("tiny_llama", (*_LLAMA, "model.seq_len=8192"), 2),
     "llama_1.1b, 4 documents in 8,192 tokens": (
         "tiny_llama",
@@ -43,9 +49,15 @@ TINY: dict[str, tuple[str, tuple[str, ...], int]] = {
     "tiny_llama": ("tiny_llama", ("model.num_layers=2", "model.seq_len=64"), 2),
 }
 TINY_VARIANTS = {
-    "tiny_gpt3, bf16_sr": ("tiny_gpt3", (*TINY["tiny_gpt3"][1], "train.precision=bf16_sr"), 2),
+    "tiny_gpt3, fp8": ("tiny_gpt3", (*TINY["tiny_gpt3"][1], *_FP8), 2),
+    "tiny_gpt3, muon": ("tiny_gpt3", (*TINY["tiny_gpt3"][1], *_MUON), 2),
+    "tiny_gpt3, bf16_sr": ("tiny_gpt3", (*TINY["tiny_gpt3"][1], *_SR), 2),
     "tiny_llama, documents": ("tiny_llama", (*TINY["tiny_llama"][1], *_DOCUMENTS), 2),
 }
+# ms of a step on an H200.
+AIMS = {"gpt3_1.3b": 258, "llama_1.1b": 221, "gpt3_1.3b, fp8": 230, "llama_1.1b, fp8": 195}
+# Logits at a time in the head, as powers of two; on a CPU of the tiny models.
+HEAD_CHUNKS = {"cuda": (27, 28, 29), "cpu": (17, 18, 19)}
 # Part of a GPU's name → cluster profile with its figures.
 PROFILES = {"H100": "p5", "H200": "p5e", "A100": "p4d"}
 
@@ -58,8 +70,9 @@ class Task:
     device: str
     profile: str  # whose hardware figures apply
     memory_bytes: int | None  # of the device; None: as the profile has it
-    steps: int  # timed ones
+    steps: int  # timed ones; 0: only the first step, which compiles
     compiled: bool  # by Inductor; otherwise graphs are only captured
+    extras: tuple[str, ...] = ()  # measured after the steps: methods of `Ours`
 
     def config(self) -> RunConfig:
         """The run configuration: one device, bf16 products, fp32 weights and optimizer state."""
