@@ -120,6 +120,16 @@ def test_profiles_that_do_not_fit_their_nodes() -> None:
     assert fault.endswith("set 32")
 
 
+def test_one_norm_over_the_heads_of_several_workers() -> None:
+    shared = "parallel={tensor: 8, auto: false}"
+    (fault,) = unsupported(resolve("olmo3_7b", "trn1", [shared]))
+    assert fault.startswith("parallel.tensor: 8: queries and keys of model.family olmo3 are normed")
+    assert fault.endswith("--set parallel.tensor=1, or backend=native")
+    for name, tensor in (("olmo3_7b", 1), ("gemma3_1b", 4), ("smollm3_3b", 8), ("qwen3_8b", 8)):
+        parallel = f"parallel={{tensor: {tensor}, auto: false}}"
+        assert unsupported(resolve(name, "trn1", [parallel])) == []
+
+
 def test_torch_xla_gives_each_worker_its_core() -> None:
     """The variables make torch-xla set up a worker as it does under torchrun."""
     pytest.importorskip("torch_xla")

@@ -15,14 +15,15 @@ from slurmllm.plan.parameters import kv_copies
 # contains one of the leaf names.
 BLOCK = "ParallelBlock"
 CORE = "CoreAttention"
-LEAVES = ("LayerNorm", "RMSNorm", "VocabularyEmbedding", "Positions", "ParallelLoss")
+NORMS = ("LayerNorm", "RMSNorm", "OnePlusNorm", "VectorNorm")
+LEAVES = (*NORMS, "VocabularyEmbedding", "Positions", "ParallelLoss")
 # The sequence dimension of activations in `slurmllm.train.model`: [batch, seq, hidden].
 SEQUENCE_DIMENSION = 1
 
 _RECOMPUTED_CLASSES = {
     "core": [CORE],
     "mlp": ["FeedForward", "GatedFeedForward"],
-    "norm": ["LayerNorm", "RMSNorm"],
+    "norm": [*NORMS],
     "block": [BLOCK],
 }
 

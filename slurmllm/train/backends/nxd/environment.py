@@ -34,7 +34,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from slurmllm.core.config.families import EXTRAS, FAMILIES
+from slurmllm.core.config.families import FAMILIES
 from slurmllm.core.config.recipe import ADAMW, ModelConfig, Recipe
 from slurmllm.core.config.resolve import RunConfig
 from slurmllm.plan.mesh import Mesh
@@ -273,16 +273,15 @@ DEFAULT = "trn1.32xlarge"
 _TENSOR_SIZES = (1, 2, 4, 8, 16, 32)
 
 
-def _missing_kinds(model: ModelConfig) -> list[str]:
-    """Return a fault if the model has what `nxd/model.py` does not compute."""
-    family = FAMILIES[model.family]
-    missing = [f"model.{name}" for name in EXTRAS if getattr(model, name)]
-    around_blocks = family.embedding_norm or family.scaled_embedding
-    own_norms = family.qk_norm_over == "vector" or family.qk_norm_after_rotation
-    if around_blocks or own_norms or family.norm_places != "before":
-        missing.append(f"model.family {model.family}")
-    text = f"backend: nxd has no {', '.join(missing)}; --set backend=native"
-    return [text] if missing else []
+def _shared_norms(model: ModelConfig, tensor: int) -> list[str]:
+    """Return a fault if tensor-parallel workers have shares of what one norm is over."""
+    if tensor == 1 or not model.qk_norm or FAMILIES[model.family].qk_norm_over == "head":
+        return []
+    return [
+        f"parallel.tensor: {tensor}: queries and keys of model.family {model.family} are normed "
+        "over all heads, of which each tensor-parallel worker has some; --set "
+        "parallel.tensor=1, or backend=native"
+    ]
 
 
 def _precision_faults(recipe: Recipe) -> Iterator[str]:
@@ -303,7 +302,7 @@ def unsupported(config: RunConfig) -> list[str]:
     cluster = config.cluster
     parallel = recipe.parallel
     model = recipe.model
-    faults = _missing_kinds(model)
+    faults = _shared_norms(model, parallel.tensor)
     if cluster.device == "cuda":
         faults.append(
             "backend: nxd: neuronx-distributed computes on neuron devices (for tests, on cpu), not "

@@ -20,8 +20,8 @@ from neuronx_distributed.parallel_layers.loss_functions import parallel_cross_en
 from neuronx_distributed.parallel_layers.parallel_state import get_tensor_model_parallel_rank
 from torch import Tensor, nn
 
-from slurmllm.core.config.families import sharding_plan
-from slurmllm.core.config.recipe import ModelConfig
+from slurmllm.core.config.families import FAMILIES, sharding_plan
+from slurmllm.core.config.recipe import ModelConfig, RopeScaling
 from slurmllm.plan.parameters import kv_copies
 from slurmllm.train.backends.nxd.arguments import SEQUENCE_DIMENSION
 from slurmllm.train.model import IGNORED
@@ -103,22 +103,22 @@ class Positions(VocabularyEmbedding):
 
 
 class Rotary:
-    """One table of rotary positions for all layers of a worker.
+    """One table of rotary positions for all layers of a worker with this base and scaling.
 
     Not a buffer: NxD's tracer cannot partition a tensor that several pipeline stages use.
     """
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, base: float, scaling: RopeScaling | None) -> None:
         self._config = config
+        self._base = base
+        self._scaling = scaling
         self._table: Tensor | None = None
 
     def on(self, device: torch.device) -> Tensor:
         """[2, seq, head_dim / 2], fp32."""
         if self._table is None or self._table.device != device:
             c = self._config
-            table = rotary_table(
-                c.seq_len, c.head_width, c.rotary_pct, c.rotary_base, c.rope_scaling
-            )
+            table = rotary_table(c.seq_len, c.head_width, c.rotary_pct, self._base, self._scaling)
             self._table = table.to(device)
         return self._table
 
@@ -129,9 +129,12 @@ class CoreAttention(CausalCore):
     Selective checkpointing recomputes modules of this class.
     """
 
-    def __init__(self, *, use_rotary: bool, group: int) -> None:
-        super().__init__(use_rotary=use_rotary, grouped=group > 1)
+    def __init__(self, core: CausalCore, group: int, window: int | None) -> None:
+        super().__init__(
+            use_rotary=core.use_rotary, grouped=group > 1, scale=core.scale, softcap=core.softcap
+        )
         self.group = group
+        self.window = window
 
     def forward(  # type: ignore[override]
         self, q: Tensor, k: Tensor, v: Tensor, rotary: Tensor, positions: Tensor | None = None
@@ -151,9 +154,15 @@ class CoreAttention(CausalCore):
         if self.group > 1:
             k = k.repeat_interleave(self.group, 1)
             v = v.repeat_interleave(self.group, 1)
-        scores = torch.matmul(q, k.transpose(-1, -2)) / math.sqrt(q.shape[-1])
+        scores = torch.matmul(q, k.transpose(-1, -2))
+        scores = scores / math.sqrt(q.shape[-1]) if self.scale is None else scores * self.scale
+        if self.softcap is not None:
+            scores = self._capped(scores)
         length = q.shape[-2]
-        unseen = torch.ones(length, length, dtype=torch.bool, device=q.device).triu(1)
+        pairs = torch.ones(length, length, dtype=torch.bool, device=q.device)
+        unseen = pairs.triu(1)
+        if self.window is not None:
+            unseen = unseen | pairs.tril(-self.window)
         if positions is not None:
             begin = document_starts(positions)
             unseen = unseen | (begin.unsqueeze(2) != begin.unsqueeze(1)).unsqueeze(1)
@@ -166,7 +175,7 @@ class CoreAttention(CausalCore):
 class ParallelBlock(Block):
     """A decoder layer in NxD's layers; takes over the modules of the given block."""
 
-    def __init__(self, block: Block, layers: Layers, rotary: Rotary) -> None:
+    def __init__(self, block: Block, layers: Layers, rotary: Rotary, window: int | None) -> None:
         nn.Module.__init__(self)
         config = layers.config
         self.parallel_residual = block.parallel_residual
@@ -191,9 +200,7 @@ class ParallelBlock(Block):
                 new = layers.row(module) if how == "row" else layers.column(module, rows)
                 parent, _, leaf = name.rpartition(".")
                 setattr(self.get_submodule(parent), leaf, new)
-        self.attention.core = CoreAttention(
-            use_rotary=config.rotary_pct > 0, group=self.attention.group
-        )
+        self.attention.core = CoreAttention(self.attention.core, self.attention.group, window)
 
     def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:  # type: ignore[override]
         """[batch, seq or a shard of it, hidden] → the same; positions as for the decoder."""
@@ -205,8 +212,9 @@ class ParallelBlock(Block):
 class ParallelLoss(nn.Module):
     """The mean cross entropy over logits of which each worker has a shard of the entries."""
 
-    def __init__(self, vocab_size: int, padded: int) -> None:
+    def __init__(self, vocab_size: int, padded: int, softcap: float | None = None) -> None:
         super().__init__()
+        self.softcap = softcap
         self.vocab_size, self.padded = vocab_size, padded  # `padded` rows of the head
         # Factor of the loss, [1], on the device; data, so that all steps have one graph.
         self.weight: Tensor | None = None
@@ -223,6 +231,8 @@ class ParallelLoss(nn.Module):
         """
         # A copy: NxD's function overwrites its input.
         logits = logits.to(torch.float32, copy=True)
+        if self.softcap is not None:
+            logits = self.softcap * torch.tanh(logits / self.softcap)
         if self.padded > self.vocab_size:  # exclude padding from the softmax
             if self._padding is None or self._padding.device != logits.device:
                 self._padding = (_own_entries(logits) >= self.vocab_size).to(logits.device)
@@ -260,13 +270,22 @@ class ParallelDecoder(nn.Module):
         super().__init__()
         self.config = config = decoder.config
         assert decoder.embed is not None
-        rotary = Rotary(config)
+        schemes = map(config.rotary_scheme, config.attention_kinds)
+        rotary = {scheme: Rotary(config, *scheme) for scheme in schemes}
         self.embed = layers.vocabulary(decoder.embed, VocabularyEmbedding)
         self.positions: nn.Module | None = None
         if decoder.positions is not None:
             self.positions = layers.vocabulary(decoder.positions, Positions)
-        pairs = zip(decoder.layers, decoder.blocks(), strict=True)
-        self.layers = nn.ModuleDict({n: ParallelBlock(b, layers, rotary) for n, b in pairs})
+        self.scale = 1.0  # of the embedding, rounded as its weights are
+        if FAMILIES[config.family].scaled_embedding:
+            root = torch.tensor(math.sqrt(config.hidden_size), device="cpu")
+            self.scale = float(root.to(layers.dtype))
+        self.embedding_norm = decoder.embedding_norm
+        self.layers = nn.ModuleDict()
+        for name, block in zip(decoder.layers, decoder.blocks(), strict=True):
+            kind = config.layer_attention(int(name))
+            scheme = config.rotary_scheme(kind)
+            self.layers[name] = ParallelBlock(block, layers, rotary[scheme], kind.window)
         self.final_norm = decoder.final_norm
         width = decoder.embed.embedding_dim
         entries = decoder.embed.num_embeddings
@@ -274,7 +293,7 @@ class ParallelDecoder(nn.Module):
         head = decoder.head or nn.Linear(width, entries, bias=False, device="meta")
         self.head = layers.column(head)
         self.tie()
-        self.loss = ParallelLoss(config.vocab_size, config.padded_vocab_size)
+        self.loss = ParallelLoss(config.vocab_size, config.padded_vocab_size, config.logits_softcap)
         for module in self.modules():
             if isinstance(module, nn.LayerNorm | nn.RMSNorm):
                 module.to(layers.dtype)
@@ -287,8 +306,12 @@ class ParallelDecoder(nn.Module):
         """Tokens and labels, [batch, seq], to the mean loss in nats; positions as `Decoder`'s."""
         assert self.final_norm is not None
         x = self.embed(tokens)
+        if self.scale != 1:
+            x = x * self.scale
         if self.positions is not None:
             x = x + self.positions(tokens, positions)
+        if self.embedding_norm is not None:
+            x = self.embedding_norm(x)
         for block in self.layers.values():
             x = block(x, positions)
         loss: Tensor = self.loss(self.head(self.final_norm(x)), labels)
