@@ -73,11 +73,3 @@ def test_a_kernel_counts_once_where_it_was_launched() -> None:
     }
     assert result["idle"] == 1.0
     assert result["kernels"][0] == {"class": "blocks: products", "name": "nvjet", "ms": 2.0}
-
-
-def test_operations_of_a_cpu() -> None:
-    outer = event(HEAD, 0, 9000, device=CPU)
-    events = [outer, event("aten::mm", 0, 6000, device=CPU, parent=outer)]
-    result = summary(events, on_cpu=True)
-    assert result["classes"] == {"head: products": 2.0}
-    assert result["idle"] is None

@@ -75,22 +75,15 @@ def calibrate(device: str, quick: str) -> Measured:
     }
 
 
-def _batches(task: Task) -> Iterator[tuple[Any, ...]]:
-    """Random tokens and labels, [batch, seq] each: speed does not depend on them.
-
-    With a document mask also positions, of four documents of equal length in a sequence.
-    """
+def _batches(task: Task) -> Iterator[tuple[Any, Any]]:
+    """Yield random tokens and labels, [batch, seq] each: speed does not depend on them."""
     recipe = task.config().recipe
     random = np.random.default_rng(0)
     shape = (recipe.train.global_batch, recipe.model.seq_len + 1)
     rows = [random.integers(0, recipe.model.vocab_size, shape) for _ in range(4)]
-    positions: tuple[Any, ...] = ()
-    if recipe.data.mask == "document":
-        of_sequence = np.arange(recipe.model.seq_len) % (recipe.model.seq_len // 4)
-        positions = (np.tile(of_sequence, (recipe.train.global_batch, 1)),)
     while True:
         for row in rows:
-            yield row[:, :-1].copy(), row[:, 1:].copy(), *positions
+            yield row[:, :-1].copy(), row[:, 1:].copy()
 
 
 def describe(device: str) -> Measured:

@@ -11,7 +11,6 @@ from slurmllm.core.display.tables import markdown_table
 
 NAMES = {
     "ours": "slurmllm, native backend",
-    "ours_again": "native backend, graphs cached",
     "torch_adamw": "native backend, torch's AdamW",
     "loop": "compiled loop, transformers",
     "torchtitan": "torchtitan",
@@ -51,7 +50,6 @@ def report(facts: Mapping[str, str], parts: Sequence[Part], forecasts: Mapping[s
     lines += ["", "## Training", "", _training(trained, forecasts), _AIMS_NOTE, ""]
     lines += ["## Logits at a time in the head", "", _head(trained)]
     lines += ["## Where a step's time goes, ms", "", _profile(trained)]
-    lines += ["## A save during training", "", _saves(trained)]
     rows = [(p.name, "yes" if p.required else "no", f"{p.seconds:.0f}", p.outcome) for p in parts]
     lines += ["## Parts", "", markdown_table(("part", "required", "seconds", "result"), rows)]
     return "\n".join(lines)
@@ -74,9 +72,7 @@ def _training(parts: Sequence[Part], forecasts: Mapping[str, Any]) -> str:
             row[-1] += ", not comparable: other initial weights"
         planned = [f"{forecast['step_s'] * 1e3:.0f}", f"{forecast['memory_bytes'] / 1e9:.1f}"]
         row += planned if part.trainer == "ours" else ["", ""]
-        base = part.model.partition(",")[0]  # variants are named after their model
-        same_work = forecast["model_flops"] == forecasts[base]["model_flops"]
-        loop_s = loops.get(base) if same_work and part.trainer != "loop" else None
+        loop_s = loops.get(part.model.partition(",")[0])  # variants are named after their model
         ratio = f"{result['step_s'] / loop_s:.3f}" if loop_s else ""
         rows.append([*row, _aim(part) if part.trainer == "ours" else "", ratio])
     speed = ("tokens/s", "step, ms", "MFU", "peak memory, GB", "held by the allocator, GB")
@@ -133,14 +129,3 @@ def _measured(result: Measured, forecast: Mapping[str, Any]) -> list[str]:
         f"{result['first_step_s']:.1f}",
         f"{result['loss']:.3f}",
     ]
-
-
-def _saves(parts: Sequence[Part]) -> str:
-    saves = {part.model: save for part in parts if (save := part.result.get("save"))}
-    times = ("begin_s", "waited_s", "written_s")
-    rows = [
-        (model, f"{save['bytes'] / 1e9:.2f}", *(f"{save[name]:.3f}" for name in times))
-        for model, save in saves.items()
-    ]
-    seconds = ("training stops for, s", "the next step waits, s", "written after, s")
-    return markdown_table(("model", "GB", *seconds), rows)

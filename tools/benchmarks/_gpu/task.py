@@ -30,19 +30,12 @@ MODELS: dict[str, tuple[str, tuple[str, ...], int]] = {
 _FP8 = ("train.precision=fp8_mixed",)
 _MUON = ("optim.name=muon",)
 _SR = ("train.precision=bf16_sr",)
-_DOCUMENTS = ("data.mask=document",)
 # Of ours alone, the most important first.
 VARIANTS: dict[str, tuple[str, tuple[str, ...], int]] = {
     "gpt3_1.3b, fp8": ("gpt3_1.3b", _FP8, 8),
     "llama_1.1b, fp8": ("tiny_llama", (*_LLAMA, *_FP8), 8),
     "gpt3_1.3b, muon": ("gpt3_1.3b", _MUON, 8),
     "gpt3_1.3b, bf16_sr": ("gpt3_1.3b", _SR, 8),
-    "llama_1.1b, 8,192 tokens": ("tiny_llama", (*_LLAMA, "model.seq_len=8192"), 2),
-    "llama_1.1b, 4 documents in 8,192 tokens": (
-        "tiny_llama",
-        (*_LLAMA, "model.seq_len=8192", *_DOCUMENTS),
-        2,
-    ),
 }
 TINY: dict[str, tuple[str, tuple[str, ...], int]] = {
     "tiny_gpt3": ("tiny_gpt3", ("model.num_layers=2", "model.seq_len=64"), 2),
@@ -52,7 +45,6 @@ TINY_VARIANTS = {
     "tiny_gpt3, fp8": ("tiny_gpt3", (*TINY["tiny_gpt3"][1], *_FP8), 2),
     "tiny_gpt3, muon": ("tiny_gpt3", (*TINY["tiny_gpt3"][1], *_MUON), 2),
     "tiny_gpt3, bf16_sr": ("tiny_gpt3", (*TINY["tiny_gpt3"][1], *_SR), 2),
-    "tiny_llama, documents": ("tiny_llama", (*TINY["tiny_llama"][1], *_DOCUMENTS), 2),
 }
 # ms of a step on an H200.
 AIMS = {"gpt3_1.3b": 258, "llama_1.1b": 221, "gpt3_1.3b, fp8": 230, "llama_1.1b, fp8": 195}

@@ -11,10 +11,8 @@ from __future__ import annotations
 
 import importlib
 import resource
-import tempfile
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, SupportsFloat
 from unittest.mock import patch
 
@@ -61,10 +59,8 @@ class Ours:
         self.backend: Any = start_backend(task.config())
         self.unread: list[Sequence[SupportsFloat]] = []
 
-    def __call__(
-        self, tokens: Tokens, labels: Tokens, positions: Tokens | None = None
-    ) -> SupportsFloat:
-        parts = [MicroBatch(tokens, labels, positions)]
+    def __call__(self, tokens: Tokens, labels: Tokens) -> SupportsFloat:
+        parts = [MicroBatch(tokens, labels)]
         loss: SupportsFloat = self.backend.forward_backward(parts, labels.size)
         self.unread.append((loss, self.backend.optimizer_step(LR), self.backend.param_norm()))
         if len(self.unread) > 1:
@@ -87,30 +83,6 @@ class Ours:
 
     def profile(self, step: Callable[[], SupportsFloat]) -> Measured:
         return profiled(step, self.backend)
-
-    def save(self, step: Callable[[], SupportsFloat]) -> dict[str, float]:
-        """Save twice while training: the first save allocates the host memory of the copies.
-
-        Returns, of the second, `begin_s`, until training goes on; `waited_s`, which the next step
-        waited for the copies; `written_s`, until all is on disk; `bytes`.
-        """
-        figures: dict[str, float] = {}
-        for _ in range(2):
-            float(step())
-            with tempfile.TemporaryDirectory() as folder:
-                began = time.perf_counter()
-                saving = self.backend.save_shards(Path(folder))
-                begin_s = time.perf_counter() - began
-                float(step())
-                saving.wait()
-                saving.finish()
-                figures = {
-                    "begin_s": begin_s,
-                    "waited_s": saving.waited_s,
-                    "written_s": time.perf_counter() - began,
-                    "bytes": sum(path.stat().st_size for path in Path(folder).iterdir()),
-                }
-        return figures
 
 
 def make_ours_of_torch(task: Task) -> Step:
@@ -160,7 +132,6 @@ def make_torchtitan(task: Task) -> Step:
 
 TRAINERS: dict[str, Callable[[Task], Step]] = {
     "ours": Ours,
-    "ours_again": Ours,
     "torch_adamw": make_ours_of_torch,
     "loop": lambda task: make_step(task.config(), task.device),
     "torchtitan": make_torchtitan,
