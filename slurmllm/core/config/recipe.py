@@ -453,11 +453,10 @@ class OptimConfig(Section):
     def _belong_to_another_optimizer(cls, settings: Values, info: ValidationInfo) -> Values:
         name = info.data.get("name")
         if settings and name in OPTIMIZERS:
-            fields = {ADAMW: "optim.betas, optim.eps and optim.weight_decay"}
             raise ValueError(
                 f"are only for optimizers of plugins, but optim.name is {name}; set optim.name to "
-                "one, or leave optim.settings out and set "
-                f"{fields.get(name, 'optim.adamw_lr, optim.momentum, optim.nesterov …')}"
+                "one, or leave optim.settings out and set fields of optim itself, such as "
+                "optim.betas, or optim.momentum for muon"
             )
         return settings
 

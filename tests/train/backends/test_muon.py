@@ -195,7 +195,7 @@ def test_same_training_on_every_mesh(pool: MeshPool, on: tuple[Any, ...]) -> Non
             apart = np.linalg.norm(values - expected.after[name])
             # Directions whose singular values are below bf16's spacing are those of rounding.
             moved = np.linalg.norm(expected.after[name] - expected.before.get(name, 0))
-            assert apart < (0.05 if name.endswith("weight") else 1e-3) * moved, name
+            assert apart < (0.1 if name.endswith("weight") else 1e-3) * moved, name
     assert {name for o in outcomes for name in o.after} == expected.after.keys()
 
 
