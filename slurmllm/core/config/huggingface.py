@@ -102,8 +102,8 @@ def read_config(directory: Path, name: str = CONFIG) -> tuple[SourceConfig | Non
     values = _text_config(values)
     family = _find_family(values, faults)
     faults += [
-        f"{key}: {repr(values[key])[:40]} is not supported: the decoder has no {part}"
-        for key, part in _UNSUPPORTED.items()
+        f"{key}: {repr(values[key])[:40]} is not supported: the decoder has no {feature}"
+        for key, feature in _UNSUPPORTED.items()
         if values.get(key)
     ]
     if family is None:
@@ -148,14 +148,14 @@ def read_config(directory: Path, name: str = CONFIG) -> tuple[SourceConfig | Non
 
 def _text_config(values: Values) -> Values:
     """Return the settings of the text model, which a model of images and text holds."""
-    text = values.get("text_config")
+    text_config = values.get("text_config")
     for family in FAMILIES.values():
         dialect = family.hugging_face
         wrapper = dialect.wrapper
-        if wrapper and values.get("model_type") == wrapper and isinstance(text, dict):
+        if wrapper and values.get("model_type") == wrapper and isinstance(text_config, dict):
             log.warning("%s: only its text model is read, a %s", wrapper, dialect.causal)
             shared = {key: values[key] for key in _SHARED_WITH_TEXT if key in values}
-            return {**text, **shared, "model_type": dialect.model_type}
+            return {**text_config, **shared, "model_type": dialect.model_type}
     return values
 
 

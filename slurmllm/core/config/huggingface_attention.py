@@ -72,8 +72,7 @@ def _layers(values: Values, keys: LayerKeys, count: int, faults: list[str]) -> l
     if window is not None and (type(window) is not int or window < 1):
         faults.append(f"sliding_window: {window!r} is not a number of tokens")
         return []
-    rotated = [True] * count
-    windowed = [True] * count
+    rotated = windowed = [True for _ in range(count)]
     if keys.unrotated_every:
         every = values.get("no_rope_layer_interval", keys.unrotated_every)
         rotated = _flags(values, "no_rope_layers", every, (1, 0), count, faults)
@@ -87,7 +86,7 @@ def _layers(values: Values, keys: LayerKeys, count: int, faults: list[str]) -> l
             faults.append(f"layer_types: {_SLIDING} needs a sliding_window, which is not set")
         if types is None and values.get("_sliding_window_pattern", every) != every:
             faults.append("_sliding_window_pattern: is not read; set sliding_window_pattern")
-    elif window is not None and types is not None and types != [_SLIDING] * count:
+    elif window is not None and types not in (None, [_SLIDING for _ in range(count)]):
         faults.append(
             f"layer_types: all layers have the sliding_window {window}; set it to null, or remove "
             "layer_types"
@@ -180,8 +179,8 @@ def _scaling(
     if kind == "default":
         return None
     if kind not in SCALING_FIELDS:
-        known = ", ".join(map(repr, ("default", *SCALING_FIELDS)))
-        faults.append(f"{key}: positions scaled by {kind!r} are not supported; known are {known}")
+        names = ", ".join(map(repr, ("default", *SCALING_FIELDS)))
+        faults.append(f"{key}: positions scaled by {kind!r} are not supported; known are {names}")
         return None
     kind_fields = SCALING_FIELDS[kind]
     # transformers takes 0 as left out, but not false.

@@ -66,8 +66,8 @@ def _frequencies(
     if scaling.kind == "llama3":
         return _llama3_frequencies(frequencies, scaling), 1.0
     divided = 1.0 / (scaling.factor * lengths)
-    kept = 1 - _yarn_ramp(rotated, base, scaling)
-    return divided * (1 - kept) + frequencies * kept, _yarn_attention_factor(scaling)
+    share = 1 - _yarn_ramp(rotated, base, scaling)
+    return divided * (1 - share) + frequencies * share, _yarn_attention_factor(scaling)
 
 
 def _llama3_frequencies(frequencies: Tensor, scaling: RopeScaling) -> Tensor:

@@ -49,6 +49,11 @@ tiny_llama | model.attention_pattern=[{"window":7}] | model.family llama has non
 tiny_llama | GEMMA model.attention_pattern=[{"window":0}] | window: 0: must be greater than 0
 tiny_llama | GEMMA model.attention_pattern=[{"rope":0}] | rope: 0: must be none, or a base above
 tiny_llama | model.query_pre_attn_scalar=0 | must be greater than 0
+tiny_mistral | PATTERN[{"window":4},{}] | has layers with and without a window; give all the same
+tiny_smollm3 | PATTERN[{"window":4},{"window":5}] | has windows of several lengths; choose one
+tiny_smollm3 | PATTERN[{"rope":9.5}] | has layers with another base; set model.rotary_base for all
+tiny_olmo3 | PATTERN[{"window":4},{"rope":"none"}] | has layers without rotary positions; leave rop
+tiny_gemma3 | PATTERN[{"rope":9.5},{"rope":8.5}] | has several bases for layers with the same windo
 tiny_gpt3  | model.num_kv_heads=2 | gpt3 has as many key and value heads as attention heads; set 6
 tiny_llama | model.num_kv_heads=4 | 4 does not divide model.num_heads 6; choose 1, 2, 3 or 6
 tiny_llama | model.output_init_std=0.01 | 0.01 and model.scaled_init both set the standard deviation
@@ -76,6 +81,7 @@ YARN = {"kind": "yarn", "factor": "8", "original_max_position_embeddings": "64"}
 def overrides_of(text: str) -> list[str]:
     words = text.replace("FFN", "model.ffn_hidden_size").replace("PAD", "model.vocab_pad_multiple")
     words = words.replace("GEMMA", "model.family=gemma3 model.activation=gelu_tanh")
+    words = words.replace("PATTERN", "model.attention_pattern=")
     first, *others = words.split()
     if first not in ("ROPE", "YARN"):
         return [first, *others]

@@ -86,8 +86,8 @@ class ExportPlan(TensorPlan):
             ours = torch.zeros(mapping.shape, dtype=dtype)
         else:
             ours = self.weights.read(mapping.ours, whole_region(mapping.shape)).to(dtype)
-        if text := not_finite_text(ours):
-            self.not_finite.append(f"{mapping.ours}: {text}")
+        if problem := not_finite_text(ours):
+            self.not_finite.append(f"{mapping.ours}: {problem}")
         return dict(zip(mapping.theirs, mapping.layout.split(self.model, ours), strict=True))
 
 

@@ -75,13 +75,19 @@ class ImportPlan(TensorPlan):
         for name in mapping.theirs:
             key = self.names[name]
             tensor = self.files.read(key)
-            if text := not_finite_text(tensor):
-                self.not_finite.append(f"{key} in {self.files.tensors[key].file}: {text}")
+            if problem := not_finite_text(tensor):
+                self.not_finite.append(f"{key} in {self.files.tensors[key].file}: {problem}")
             theirs.append(tensor)
         joined = mapping.layout.join(self.config.model, theirs)
         ours = joined.to(self.dtype_of(mapping))
-        if ours.dtype != joined.dtype and not self.not_finite and (text := not_finite_text(ours)):
-            self.not_finite.append(f"{mapping.ours}, as {ours.dtype}: {text}; write another type")
+        if (
+            ours.dtype != joined.dtype
+            and not self.not_finite
+            and (problem := not_finite_text(ours))
+        ):
+            self.not_finite.append(
+                f"{mapping.ours}, as {ours.dtype}: {problem}; write another type"
+            )
         return {mapping.ours: ours}
 
     def dtype_of(self, mapping: TensorMapping) -> torch.dtype:
