@@ -362,3 +362,17 @@ def test_marks_take_the_time_of_the_device() -> None:
     done = Cuda().mark()
     assert time.perf_counter() - began < done - enqueued, "the host runs ahead"
     assert done - enqueued == pytest.approx(time.perf_counter() - began, rel=0.2)
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+@pytest.mark.parametrize("setting", ["train.compile=false", "train.compile=true"])
+def test_fp8_products_stay_near_bf16(new_backend: NewBackend, recipe: str, setting: str) -> None:
+    pytest.importorskip("torchao")
+    if torch.cuda.get_device_capability() < (9, 0):
+        pytest.skip("needs a GPU of compute capability 9.0")
+    sizes = *GROUPED, setting  # BLOCKS has 600 tokens, which is no multiple of 16
+    bf16 = on_gpu(new_backend, *sizes, "train.precision=bf16_mixed")
+    expected = figures(bf16, 3)
+    fp8 = on_gpu(new_backend, *sizes, "train.precision=fp8_mixed", f"train.fp8_recipe={recipe}")
+    assert figures(fp8, 3) == pytest.approx(expected, rel=5e-2)
+    assert figures(fp8, 3) != expected

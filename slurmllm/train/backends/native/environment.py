@@ -197,24 +197,17 @@ def _fp8_sizes(recipe: Recipe) -> list[str]:
     micro_batch = recipe.train.micro_batch
     rows = micro_batch if isinstance(micro_batch, int) else 1  # auto: any number
     attention_in, attention_out, _, feed_forward_out = block_products(model, 1, tensor)
-    sizes = {
-        "model.hidden_size": ("the hidden size", model.hidden_size),
-        "model.num_heads": ("the width of a worker's heads", attention_out.k),
-        "model.num_kv_heads": ("a worker's queries, keys and values", attention_in.n),
-        "model.ffn_hidden_size": ("a worker's feed-forward width", feed_forward_out.k),
-        "model.seq_len": ("the tokens of a micro batch", rows * model.seq_len),
-    }
-    faults: list[str] = []
-    for path, (name, size) in sizes.items():
-        below = size // _FP8_MULTIPLE * _FP8_MULTIPLE
-        follows = "heads" in path and faults  # from the hidden size
-        if size > below and not follows:
-            fix = " or ".join(str(n) for n in (below, below + _FP8_MULTIPLE) if n)
-            faults.append(
-                f"{path}: {name}, {size}, is not a multiple of {_FP8_MULTIPLE}, as fp8 products "
-                f"need; make it {fix}, or --set train.precision=bf16_mixed"
-            )
-    return faults
+    sizes = {"model.hidden_size": model.hidden_size, "model.ffn_hidden_size": feed_forward_out.k}
+    if model.head_dim is not None or not model.hidden_size % _FP8_MULTIPLE:
+        sizes |= {"model.num_heads": attention_out.k, "model.num_kv_heads": attention_in.n}
+    sizes["model.seq_len"] = rows * model.seq_len
+    return [
+        f"{path}: {size} {'tokens' if 'seq' in path else 'columns'} of a worker's products are no "
+        f"multiple of {_FP8_MULTIPLE}, as fp8 needs; make it {size - size % -_FP8_MULTIPLE}, or "
+        "--set train.precision=bf16_mixed"
+        for path, size in sizes.items()
+        if size % _FP8_MULTIPLE
+    ]
 
 
 def missing_torch_neuron() -> str | None:

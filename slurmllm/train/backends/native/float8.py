@@ -12,8 +12,6 @@ gathered in bf16.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
@@ -25,6 +23,9 @@ from slurmllm.train.backends.native.environment import missing_torchao
 
 # Compute capability from which on torch._scaled_mm has the kernels (torch 2.13).
 _CAPABILITY = {"tensorwise": (8, 9), "rowwise": (9, 0)}
+# Loggers that warn of libraries for other products, of torchao's enums, and with tensor parallelism
+# of the order of a sum, which is a maximum.
+_WARN_FOR_NOTHING = ("torchao", "torch.utils._pytree", "torch.distributed.tensor._redistribute")
 
 
 def device_fault(train: TrainConfig, device: Device) -> str | None:
@@ -33,19 +34,15 @@ def device_fault(train: TrainConfig, device: Device) -> str | None:
         return fault
     if device.torch.type == "cpu":
         return None
-    name = torch.cuda.get_device_name(device.torch)
-    fix = "--set train.precision=bf16_mixed, or take other nodes"
-    if torch.version.hip is not None:
-        return f"train.precision: fp8_mixed is for NVIDIA's GPUs and CPUs, not for {name}; {fix}"
-    capability = torch.cuda.get_device_capability(device.torch)
     needed = _CAPABILITY[train.fp8_recipe]
-    if capability >= needed:
+    capability = torch.cuda.get_device_capability(device.torch)
+    if torch.version.hip is None and capability >= needed:
         return None
     return (
-        f"train.precision: fp8_mixed: train.fp8_recipe {train.fp8_recipe} needs a GPU of compute "
-        f"capability {needed[0]}.{needed[1]} or later, and {name} has "
-        f"{capability[0]}.{capability[1]}; {fix}"
-    )
+        f"train.precision: fp8_mixed: train.fp8_recipe {train.fp8_recipe} needs an NVIDIA GPU of "
+        "compute capability {}.{} or later, and this is {} of {}.{}; --set "
+        "train.precision=bf16_mixed, or take other nodes"
+    ).format(*needed, torch.cuda.get_device_name(device.torch), *capability)
 
 
 def convert_products(
@@ -56,8 +53,9 @@ def convert_products(
     Names of modules and parameters stay. `shards`: how many workers will share a matrix by FSDP and
     tensor parallelism; None without FSDP.
     """
-    with _quiet("torchao", "torch.utils._pytree"):
-        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+    for name in _WARN_FOR_NOTHING:
+        logging.getLogger(name).setLevel(logging.ERROR)
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
     recipe = Float8LinearConfig.from_recipe_name(train.fp8_recipe)
     tensorwise = train.fp8_recipe == "tensorwise"
@@ -90,20 +88,4 @@ def compute_scales(model: nn.Module) -> None:
     """
     from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
 
-    # With tensor parallelism DTensor warns of the order of sums, which a maximum does not have.
-    with _quiet("torch.distributed.tensor._redistribute"):
-        precompute_float8_dynamic_scale_for_fsdp(model)
-
-
-@contextmanager
-def _quiet(*names: str) -> Iterator[None]:
-    """Let these loggers pass on errors only."""
-    loggers = [logging.getLogger(name) for name in names]
-    levels = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
+    precompute_float8_dynamic_scale_for_fsdp(model)
