@@ -158,7 +158,7 @@ def evidence(candidate: LayoutEstimate) -> RunEvidence:
     cluster, mesh, speed = candidate.config.cluster, candidate.mesh, candidate.seq_per_s
     hardware = known_hardware(candidate.config)
     of_kind = runs_on(cluster.device)
-    same_software = [r for r in of_kind if hardware.software in ("", r.generation)]
+    same_software = [r for r in of_kind if hardware.software in (None, r.generation)]
     runs = [run for run in same_software if run.is_on(hardware)]
     size = parameters(candidate.config.recipe.model)
     point: dict[str, float] = {

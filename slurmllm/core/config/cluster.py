@@ -229,8 +229,8 @@ class Hardware(Section):
 
     source: str
     """Where the figures come from."""
-    software: str = ""
-    """Years of the software that the shares are fitted to, such as 2023-26."""
+    software: str | None = None
+    """Years of the software that the shares are fitted to, such as 2023-26; null: not known."""
     rough: bool = False
     """Whether the figures are a guess; the planner then neither refuses nor warns."""
     assumed: ListOf[str] = ()
