@@ -36,7 +36,7 @@ _FIX = "name another folder with --out"
 
 def predicted(row: Row) -> float:
     """Sequences a second of a published run, as slurmllm plan predicts its layout."""
-    return row.mesh.global_batch / step_time(row.config, row.mesh).total
+    return row.mesh.global_batch / step_time(row.config, row.mesh, row.trainer).total
 
 
 def table1(path: Path) -> str:
