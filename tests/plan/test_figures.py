@@ -34,25 +34,25 @@ qwen3_8b trn1 4   | 2.0589 0.2143 0.12656 1.5461 0.0080913 44150 14.355 99.587 9
     p.tensor=8 p.pipeline=4 recompute=[mlp,norm] t.precision=bf16_mixed
 gpt3_1.3b trn1 1  | 22.721 0 0 0 0.061979 36636 54.946 99.76 99.687 590
     p.zero=0 t.precision=fp32 slurm.restart=none
-gpt3_1.3b p5 8    | 0.33919 0.093274 0 0 0.13013 3293 26.703 99.623 99.542 6237
+gpt3_1.3b p5 8    | 0.34316 0.094493 0 0 0.12064 3293 26.909 99.621 99.54 6285
     p.zero=3 p.shard_nodes=2 t.micro_batch=2 recompute=full
-gpt3_1.3b p4d 2   | 2.7624 0 0.25058 0 0.09291 12196 61.363 99.74 99.667 2555
+gpt3_1.3b p4d 2   | 2.9262 0 0.25058 0 0.075751 12196 58.596 99.74 99.667 2440
     p.tensor=2 p.sequence=true t.micro_batch=4
-llama3_8b p5 2    | 53.671 9.842 11.199 0 0.34869 28526 40.881 99.622 99.549 174
+llama3_8b p5 2    | 54.398 9.9634 11.199 0 0.12306 28526 40.544 99.622 99.548 173
     p.tensor=4 p.sequence=true t.micro_batch=2 data.mask=document recompute=[core,mlp]
-llama3_8b p5 2    | 71.679 6.502 0 0 4.5862 91017 37.074 99.622 99.549 158
+llama3_8b p5 2    | 72.406 6.502 0 0 4.2192 91017 36.913 99.622 99.549 157
     p.tensor=1 t.micro_batch=1 data.mask=document t.compile=false recompute=selective p.zero=2
-qwen3_8b p5 4     | 1.2095 0.13584 0 0.426 0.04196 31472 24.041 99.587 99.513 4282
+qwen3_8b p5 4     | 1.2238 0.13767 0 0.43063 0.030648 31472 23.916 99.587 99.513 4260
     p.pipeline=4 t.global_batch=64 t.micro_batch=1 recompute=[core,mlp,norm] t.compile=false
-qwen3_8b p5 2     | 2.2977 0 0.1222 0.30354 0.032439 65659 31.637 99.609 99.536 5203
+qwen3_8b p5 2     | 2.3225 0 0.1222 0.30617 0.023784 65659 31.422 99.609 99.536 5168
     p.pipeline=2 p.tensor=2 t.compile=false t.micro_batch=2 t.global_batch=64 recompute=none
-llama2_70b h100_ib 8 | 67.827 19.673 24.521 7.6809 1.4437 2.2367e+05 24.301 98.993 98.917 79
+llama2_70b h100_ib 8 | 68.682 19.949 24.521 7.6847 0.36971 2.2367e+05 24.289 98.993 98.917 79
     p.tensor=8 p.pipeline=8 p.virtual_pipeline=2 t.micro_batch=1 recompute=full
-gpt3_13b p5 16    | 2.56 0 0 0 2.1858 32932 28.636 99.201 99.121 968
+gpt3_13b p5 16    | 2.5988 0 0 0 2.1112 32932 28.853 99.201 99.121 975
     p.zero=3 t.micro_batch=2 h.network_half=16 h.overlap=0.5
-gpt3_125m p5 1    | 2.8282 0 0 0 0 13476 36.262 99.801 99.728 3196
+gpt3_125m p5 1    | 2.8522 0 0 0 0 13476 35.957 99.801 99.728 3169
     cluster.devices_per_node=1 t.precision=fp32 t.micro_batch=8
-pythia_70m p5 1   | 3.0102 0 0 0 0.014907 5795.9 24.05 99.759 99.686 1000
+pythia_70m p5 1   | 3.0275 0 0 0 0.014907 5795.9 23.913 99.759 99.686 1000
     cluster.devices_per_node=1 t.micro_batch=16 t.precision=bf16_mixed
 tiny_llama local 2 | 0.13277 0 0 0 0.082231 57.368 36.52 22.754 10.846 20
     p.zero=3
@@ -62,7 +62,7 @@ tiny_neox local 4 | 0.069925 0 0.020062 0 0.026646 24.783 36.249 13.774 6.1902 2
     p.tensor=2 p.sequence=true t.precision=bf16_mixed
 neox_20b trn1 3   | 7.5099 1.787 0.82725 1.0823 0.7058 9667.5 23.18 99.379 99.274 1163
     p.pipeline=4 p.tensor=8 t.global_batch=96 p.zero=1 t.precision=bf16_mixed
-llama2_7b p5 6    | 0.69121 0 0 0.3432 0.056708 58240 34.967 99.738 99.714 3749
+llama2_7b p5 6    | 0.70141 0 0 0.34811 0.047099 58240 34.792 99.737 99.714 3730
     p.pipeline=2 p.tensor=1 t.global_batch=96 t.micro_batch=2 h.part_of_node=0.5
     h.operator_us=3000 slurm.spare_nodes=1 slurm.time=14-0
 """

@@ -81,18 +81,18 @@ CONSTANTS: dict[str, tuple[Constant, ...]] = {
         Constant("attention_efficiency", (0.02, 0.8), _one("p4d", "p4de")),
     ),
     "gpu 2022-23": (
-        *(Constant("matrix_efficiency", (0.3, 1.0), _one(gpu)) for gpu in ("p4d", "p4de", "p5")),
+        *(Constant("matrix_efficiency", (0.3, 0.95), _one(gpu)) for gpu in ("p4d", "p4de", "p5")),
         Constant("attention_efficiency", (0.05, 0.8), _one("p4d", "p4de")),
         Constant("attention_efficiency", (0.05, 0.8), _one("p5")),
         Constant("memory_efficiency", (0.2, 0.7), {**_A100_GPUS, "p5": 1.0}),
         *_COMMUNICATION,
     ),
-    # Attention and memory of an H200 were measured by kernel, and H100 has the same units.
+    # Attention and memory of an H200 were measured by kernel, and H100 has the same units; A100 moves
+    # elementwise work at the same share of its bandwidth.
     "gpu 2023-26": (
-        Constant("matrix_efficiency", (0.3, 1.0), _one("p4d", "p4de")),
-        Constant("matrix_efficiency", (0.3, 1.0), _one("p5", "p5e")),
+        Constant("matrix_efficiency", (0.3, 0.95), _one("p4d", "p4de")),
+        Constant("matrix_efficiency", (0.3, 0.95), _one("p5", "p5e")),
         Constant("attention_efficiency", (0.05, 0.8), _one("p4d", "p4de")),
-        Constant("memory_efficiency", (0.2, 0.75), _A100_GPUS),
         *_COMMUNICATION,
     ),
 }

@@ -23,17 +23,17 @@ SOFTWARE = {"2022": "2022", "2022-23": "2022-23", "2023-25": "2023-25"}
 TODAY = "2023-26"
 # What a profile's shares, which are of today's software, were with earlier software: `planner.py
 # --fit` prints them. The rest is as the profile has it.
-_2022 = {"matrix_efficiency": 0.697, "attention_efficiency": 0.16}
-_2023 = {"attention_efficiency": 0.267, "overlap": 0.789, "straggler_share": 0.013}
+_2022 = {"matrix_efficiency": 0.697, "attention_efficiency": 0.212}
+_2023 = {"attention_efficiency": 0.267, "overlap": 0.819, "straggler_share": 0.013}
 EARLIER: dict[tuple[str, str], dict[str, float]] = {
     ("2022", "p4d"): _2022,
     ("2022", "p4de"): _2022,
     ("2022-23", "p4d"): {**_2023, "matrix_efficiency": 0.839, "memory_efficiency": 0.619},
-    ("2022-23", "p4de"): {**_2023, "matrix_efficiency": 0.962, "memory_efficiency": 0.472},
+    ("2022-23", "p4de"): {**_2023, "matrix_efficiency": 0.95, "memory_efficiency": 0.472},
     ("2022-23", "p5"): {
         **_2023,
         "matrix_efficiency": 0.82,
-        "attention_efficiency": 0.154,
+        "attention_efficiency": 0.152,
         "memory_efficiency": 0.472,
     },
 }
