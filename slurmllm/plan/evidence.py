@@ -186,6 +186,9 @@ def evidence(candidate: LayoutEstimate) -> RunEvidence:
     if candidate.config.recipe.train.is_fp8:
         octaves = max(octaves, FAR)
         reasons.append("no published run computes in fp8 (train.precision)")
+    if candidate.config.recipe.train.precision == "fp8_mixed":
+        octaves += FAR
+        reasons.append("no run in fp8_mixed is among the published ones")
     alike = [run for run in runs if size / 2 <= run.parameters <= 2 * size]
     highest = max((run.mfu for run in alike or runs), default=math.inf)
     if candidate.mfu > highest:

@@ -87,8 +87,8 @@ CONSTANTS: dict[str, tuple[Constant, ...]] = {
         Constant("memory_efficiency", (0.2, 0.7), {**_A100_GPUS, "p5": 1.0}),
         *_COMMUNICATION,
     ),
-    # Attention and memory of an H200 were measured by kernel, and H100 has the same units; A100 moves
-    # elementwise work at the same share of its bandwidth.
+    # Attention and memory of an H200 were measured by kernel. H100 has the same units, and A100 the
+    # same share of its memory's bandwidth.
     "gpu 2023-26": (
         Constant("matrix_efficiency", (0.3, 0.95), _one("p4d", "p4de")),
         Constant("matrix_efficiency", (0.3, 0.95), _one("p5", "p5e")),
