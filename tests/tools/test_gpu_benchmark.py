@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from _gpu.report import Part, aim_of
 
 ROOT = Path(__file__).resolve().parents[2]
 OURS, LOOP = "slurmllm, native backend", "compiled loop, transformers"
@@ -53,6 +54,13 @@ def test_tiny_models(tmp_path: Path) -> None:
 
 def cells(line: str) -> list[str]:
     return [cell.strip() for cell in line.split("|")[1:-1]]
+
+
+def test_aims() -> None:
+    part = Part("", required=True, budget_s=1, model="gpt3_1.3b", result={"step_s": 0.2601})
+    assert aim_of(part) == "≤ 258: missed by 2.1 ms"
+    part.result["step_s"] = 0.2579
+    assert aim_of(part) == "≤ 258: reached"
 
 
 def test_a_required_part_that_fails(tmp_path: Path) -> None:

@@ -74,14 +74,14 @@ def _training(parts: Sequence[Part], forecasts: Mapping[str, Any]) -> str:
         row += planned if part.trainer == "ours" else ["", ""]
         loop_s = loops.get(part.model.partition(",")[0])  # variants are named after their model
         ratio = f"{result['step_s'] / loop_s:.3f}" if loop_s else ""
-        rows.append([*row, _aim(part) if part.trainer == "ours" else "", ratio])
+        rows.append([*row, aim_of(part) if part.trainer == "ours" else "", ratio])
     speed = ("tokens/s", "step, ms", "MFU", "peak memory, GB", "held by the allocator, GB")
     plan = ("step of `slurmllm plan`, ms", "memory of `slurmllm plan`, GB")
     more = ("first step, s", "loss", *plan, "aim", "step / loop's")
     return markdown_table(("model", "trainer", *speed, *more), rows)
 
 
-def _aim(part: Part) -> str:
+def aim_of(part: Part) -> str:
     if (aim := AIMS.get(part.model)) is None:
         return ""
     excess = part.result["step_s"] * 1e3 - aim
