@@ -231,12 +231,10 @@ class ModelConfig(Section):
         count = info.data.get("num_layers")
         if count is None or not pattern:
             return pattern
-        if info.data.get("rope_scaling") is None:
-            base = info.data.get("rotary_base")
-            pattern = tuple(
-                LayerAttention(window=kind.window) if kind.rope == base else kind
-                for kind in pattern
-            )
+        base = None if info.data.get("rope_scaling") else info.data.get("rotary_base")
+        pattern = tuple(
+            LayerAttention(window=kind.window) if kind.rope == base else kind for kind in pattern
+        )
         layers = [pattern[index % len(pattern)] for index in range(count)]
         period = next(n for n in range(1, count + 1) if layers[n:] == layers[:-n])
         return () if layers[:period] == [FULL_ATTENTION] else tuple(layers[:period])

@@ -122,18 +122,12 @@ def family_has_rope_scaling(family: str, factor: float) -> str:
 
 
 def _family_has_extra(name: str, family: str, value: Any) -> str:
-    if name in FAMILIES[family].optional or value is None or not _kinds(value):
+    is_full = isinstance(value, list | tuple) and not any(value)  # [{}] is full attention
+    if name in FAMILIES[family].optional or value is None or is_full:
         return ""
     return (
         f"model.{name}: model.family {family} has none; leave it out, or choose "
         f"{_with_option(name)}"
-    )
-
-
-def _kinds(pattern: Any) -> bool:
-    """Whether a pattern of attention has more than full attention; true of any other value."""
-    return not isinstance(pattern, list | tuple) or any(
-        value is not None for kind in pattern for value in kind.values()
     )
 
 

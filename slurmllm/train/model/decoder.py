@@ -342,20 +342,20 @@ class Decoder(nn.Module):
         length = x.shape[1] if self.first else self.config.seq_len
         if self.first:
             x = self._embedded(x, positions)
-        # Computed once for all layers.
         kinds = {name: self.config.layer_attention(int(name)) for name in self.layers}
-        tables = {
-            name: table if positions is None else table[:, positions]
-            for name in dict.fromkeys(map(self._rotary_name, kinds.values()))
-            for table in (self.get_buffer(name),)
-        }
+        windows = {name: min(kind.window or length, length) for name, kind in kinds.items()}
+        # Computed once for all layers.
         masks = {
             window: self._mask(window, positions, length, x)
-            for window in dict.fromkeys(kind.window for kind in kinds.values())
+            for window in dict.fromkeys(windows.values())
+        }
+        tables = {
+            name: table if positions is None else table[:, positions]
+            for name, table in self.named_buffers(recurse=False)
         }
         for name, block in self.layers.items():
-            kind = kinds[name]
-            x = block(x, tables[self._rotary_name(kind)], masks[kind.window])
+            table = tables[self.rotary_names[self.config.rotary_scheme(kinds[name])]]
+            x = block(x, table, masks[windows[name]])
         if not self.last:
             return x
         assert self.final_norm is not None
@@ -377,20 +377,16 @@ class Decoder(nn.Module):
             x = x + self.positions(positions)
         return _normed(self.embedding_norm, x)
 
-    def _rotary_name(self, kind: LayerAttention) -> str:
-        return self.rotary_names[self.config.rotary_scheme(kind)]
-
-    def _mask(self, window: int | None, positions: Tensor | None, length: int, x: Tensor) -> Mask:
+    def _mask(self, window: int, positions: Tensor | None, length: int, x: Tensor) -> Mask:
         """Return the mask of layers with a window; None for plain causal attention."""
-        if window is not None and window >= length:
-            window = None
+        is_full = window == length
         if positions is None:
-            if window is None and self.config.attention_softcap is None:
+            if is_full and self.config.attention_softcap is None:
                 return None
             positions = torch.arange(length, device=x.device).unsqueeze(0)
         if self.document_blocks is None:
-            return document_mask(positions, x.dtype, window)
-        tokens = None if window is None else torch.full((), window, device=x.device)
+            return document_mask(positions, x.dtype, None if is_full else window)
+        tokens = None if is_full else torch.full((), window, device=x.device)
         return self.document_blocks(positions.expand(x.shape[0], -1), tokens)
 
 

@@ -100,19 +100,18 @@ class HeadsParallel(ParallelStyle):
     """A norm over all heads, of which each worker has a share: the norm itself sums over them."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        def shard(name: str, module: nn.Module, mesh: DeviceMesh) -> None:
-            for key, parameter in module.named_parameters(recurse=False):
-                shared = distribute_tensor(parameter, mesh, [Shard(0)], src_data_rank=None)
-                module.register_parameter(key, nn.Parameter(shared))
-
-        def enter(module: nn.Module, inputs: Any, mesh: DeviceMesh) -> DTensor:
-            return DTensor.from_local(inputs[0], mesh, [Shard(_HEAD_DIM)], run_check=False)
-
-        def leave(module: nn.Module, outputs: Any, mesh: DeviceMesh) -> Tensor:
-            local: Tensor = outputs.to_local()
-            return local
-
-        return distribute_module(module, device_mesh, shard, enter, leave)  # type: ignore[arg-type]
+        assert isinstance(module.weight, Tensor)
+        weight = distribute_tensor(module.weight, device_mesh, [Shard(0)], src_data_rank=None)
+        module.weight = nn.Parameter(weight)
+        return distribute_module(
+            module,
+            device_mesh,
+            None,
+            lambda _, inputs, mesh: DTensor.from_local(  # type: ignore[arg-type]
+                inputs[0], mesh, [Shard(_HEAD_DIM)], run_check=False
+            ),
+            lambda _, outputs, mesh: outputs.to_local(),
+        )
 
 
 class ParallelEmbedding(nn.Embedding):
