@@ -120,6 +120,16 @@ def test_one_mask_a_micro_batch_and_one_graph_for_all_blocks(
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 4
 
 
+def test_one_graph_for_each_kind_of_layer(new_backend: NewBackend, flex: None) -> None:
+    torch._dynamo.utils.counters.clear()
+    kinds = "[{}, {window: 150, rope: none}, {window: 150}]"
+    family = ("model.family=smollm3", "model.rotary_pct=1.0", "model.num_layers=6")
+    backend = new_backend(LONG, COMPILED, *family, f"model.attention_pattern={kinds}")
+    backend.forward_backward(micro_batches(backend, 1), counted(backend.config, 1))
+    # Of the mask, of three kinds of blocks, and two of the loss.
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 6
+
+
 def test_evaluation(new_backend: NewBackend, flex: None) -> None:
     losses = []
     for compiled in ("true", "false"):
