@@ -140,7 +140,6 @@ def _check(allocation: Allocation, config: RunConfig, folder: Path, bandwidth: b
     from slurmllm.launch.diagnose.probe import LaunchError, check_nodes, unstarted
     from slurmllm.launch.supervise.allocation import node_command
     from slurmllm.train.backends.environment import load_environment
-    from slurmllm.train.control.rendezvous import free_port
 
     command = node_command(config.cluster)
     try:
@@ -156,7 +155,7 @@ def _check(allocation: Allocation, config: RunConfig, folder: Path, bandwidth: b
     variables = load_environment(config.backend).variables(config)
     os.environ.update({name: variable.value for name, variable in variables.items()})
     os.environ.update(config.cluster.env)
-    return with_bandwidth(checked, allocation, allocation.job_id, config, command, free_port())
+    return with_bandwidth(checked, allocation, config, command)
 
 
 def _print_table(cluster: str, nodes: NodeHealths) -> None:

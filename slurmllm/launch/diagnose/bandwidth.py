@@ -13,8 +13,10 @@ from slurmllm.core.run.records import Finding, NodeHealths
 from slurmllm.core.slurm.error_texts import StopCheck
 from slurmllm.core.slurm.setup import slurm_environment
 from slurmllm.launch.diagnose import fail, ok, warn
-from slurmllm.launch.diagnose.probe import Nodes, ProbeLine, read_lines
+from slurmllm.launch.diagnose.probe import ProbeLine, read_lines
 from slurmllm.launch.diagnose.programs import FOLDERS, find
+from slurmllm.launch.supervise.allocation import Allocation
+from slurmllm.train.control.rendezvous import free_port
 
 CHECK = "all-reduce"
 LIMIT_S = 300.0  # most of it: PyTorch's import on cold nodes, or nccom-test's compilation
@@ -30,25 +32,23 @@ class Bandwidth(NamedTuple):
 
 def with_bandwidth(
     health: NodeHealths,
-    nodes: Nodes,
-    job_id: str | None,
+    nodes: Allocation,
     config: RunConfig,
     command: Sequence[str],
-    port: int,
     stop: StopCheck = lambda: False,
 ) -> NodeHealths:
     """Measure the all-reduce and add a finding to each node; a single worker has none.
 
-    `command` is `python -m slurmllm`, `port` is free on the first node; `stop` is polled.
+    `command` is `python -m slurmllm`; `stop` is polled. This process is on the first node.
     """
     floor = config.cluster.health.min_allreduce_gb_s
     if len(nodes.nodes) * config.cluster.devices_per_node == 1:
         return dict(health)
     try:
         if config.cluster.device == "neuron":
-            measured = measure_with_nccom(nodes, config.cluster.devices_per_node, job_id, stop)
+            measured = measure_with_nccom(nodes, config.cluster.devices_per_node, stop)
         else:
-            measured = measure_with_torch(nodes, config, command, port, stop)
+            measured = measure_with_torch(nodes, config, command, stop)
         findings = {name: _bandwidth_finding(name, measured, floor) for name in health}
     except SlurmllmError as error:
         status = warn if floor is None else fail
@@ -74,7 +74,7 @@ def _bandwidth_finding(name: str, measured: Bandwidth, floor: float | None) -> F
 
 
 def measure_with_torch(
-    nodes: Nodes, config: RunConfig, command: Sequence[str], port: int, stop: StopCheck
+    nodes: Allocation, config: RunConfig, command: Sequence[str], stop: StopCheck
 ) -> Bandwidth:
     cluster = config.cluster
     processes = nodes.ask(
@@ -85,7 +85,7 @@ def measure_with_torch(
             f"--workers={cluster.devices_per_node}",
             f"--device={cluster.device}",
             f"--address={nodes.master_addr}",
-            f"--port={port}",
+            f"--port={free_port()}",
             f"--floor={cluster.health.min_allreduce_gb_s or 0.0}",
         ]
     )
@@ -108,15 +108,13 @@ def measure_with_torch(
     return Bandwidth(overall, by_node)
 
 
-def measure_with_nccom(
-    nodes: Nodes, per_node: int, job_id: str | None, stop: StopCheck
-) -> Bandwidth:
+def measure_with_nccom(nodes: Allocation, per_node: int, stop: StopCheck) -> Bandwidth:
     """Call nccom-test, which starts a Slurm step in the job for several nodes."""
     path = find("nccom-test")
     count = len(nodes.nodes)
     call = [path or f"{FOLDERS[0]}/nccom-test", "--nworkers", str(count * per_node)]
     if count > 1:
-        call += ["--nnodes", str(count), "--slurm-mode", "--slurm-job-id", job_id or "alloc"]
+        call += ["--nnodes", str(count), "--slurm-mode", "--slurm-job-id", nodes.job_id or "alloc"]
     call += [
         "--minbytes",
         NCCOM_SIZE,

@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, ClassVar, Protocol, Self
+from typing import TYPE_CHECKING, Annotated, ClassVar, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
 
@@ -31,31 +31,17 @@ from slurmllm.core.run.records import (
     LaunchFailure,
     NodeHealth,
     NodeHealths,
-    NodeNames,
     Versions,
 )
 from slurmllm.core.run.rundir import storage_errors
 from slurmllm.core.slurm.error_texts import ChildProcess, Processes, StopCheck, launch_failure
 from slurmllm.launch.diagnose import fail, ok, warn
 
+if TYPE_CHECKING:  # a probe, of which a job has thousands, needs none of it
+    from slurmllm.launch.supervise.allocation import Allocation
+
 POLL_S = 0.1
 _COMPARED = ("driver", "network ports")  # findings whose values are compared between the nodes
-
-
-class Nodes(Protocol):
-    """The nodes of an attempt or of a check: a Slurm allocation, or this machine."""
-
-    nodes: NodeNames
-
-    @property
-    def master_addr(self) -> str:
-        """Name or address of the first node, as all others reach it."""
-
-    def ask(self, command: Sequence[str]) -> Processes:
-        """Start a command on every node, by one srun or (locally) a process a node.
-
-        Both outputs go to the process's pipe.
-        """
 
 
 class LaunchError(SlurmError):
@@ -144,7 +130,7 @@ class NodeReport:
 
 
 def check_nodes(
-    nodes: Nodes,
+    allocation: Allocation,
     config: RunConfig,
     folder: Path,
     command: Sequence[str],
@@ -164,8 +150,8 @@ def check_nodes(
     with marker:
         probe = [*command, "check-node", "--profile", config.cluster.model_dump_json()]
         reports = collect(
-            nodes.nodes,
-            nodes.ask([*probe, "--backend", config.backend, "--marker-file", marker.name]),
+            allocation.nodes,
+            allocation.ask([*probe, "--backend", config.backend, "--marker-file", marker.name]),
             limits.timeout_s,
             stop,
         )

@@ -11,7 +11,6 @@ import logging
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -34,7 +33,7 @@ from slurmllm.launch.submit.prepare import PreparedRun, RunRequest, prepare
 from slurmllm.launch.submit.render import precompile_nodes
 from slurmllm.launch.submit.run_folder import remove_unsubmitted, run_umask
 from slurmllm.launch.supervise.allocation import HELD_NODES, LOCAL_NODES, LOCAL_RESTARTS
-from slurmllm.launch.supervise.attempts import process_identity
+from slurmllm.launch.supervise.attempts import this_process
 from slurmllm.launch.supervise.run_lock import locked
 from slurmllm.launch.supervise.successor import choose_restart
 from slurmllm.train.backends.environment import load_environment, worker_environment
@@ -293,15 +292,7 @@ def _sbatch(
 def record_local(prepared: PreparedRun, **fields: object) -> Submission:
     """Record this process as the one that runs the stages: from then on the run is active."""
     run = prepared.run
-    pid = os.getpid()
-    submission = _submission(
-        prepared,
-        local=True,
-        pid=pid,
-        process=process_identity(pid),
-        host=socket.gethostname(),
-        **fields,
-    )
+    submission = _submission(prepared, local=True, **this_process(), **fields)
     JobsRecord(submissions=(*JobsRecord.of(run).submissions, submission)).save(run.jobs)
     return submission
 

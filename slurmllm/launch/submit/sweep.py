@@ -11,10 +11,8 @@ from __future__ import annotations
 import hashlib
 import itertools
 import math
-import os
 import re
 import shutil
-import socket
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -36,7 +34,7 @@ from slurmllm.launch.graphs.reuse import graph_fingerprint
 from slurmllm.launch.submit.launch import record_local, run_locally, submit_jobs
 from slurmllm.launch.submit.prepare import PreparedRun, RunRequest, prepare
 from slurmllm.launch.submit.run_folder import claim_run, new_run
-from slurmllm.launch.supervise.attempts import process_identity
+from slurmllm.launch.supervise.attempts import this_process
 from slurmllm.launch.supervise.run_lock import locked
 
 LARGEST = 10_000  # cases; Slurm's default MaxJobCount
@@ -266,9 +264,7 @@ def prepare_sweep(
             created_at=time.time(),
             max_running=max_running,
             cases=name_cases(sweep.name, cases),
-            pid=os.getpid(),
-            process=process_identity(os.getpid()),
-            host=socket.gethostname(),
+            **this_process(),
         )
         if not request.dry_run:
             record.save(sweep.record)

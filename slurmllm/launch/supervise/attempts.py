@@ -23,6 +23,7 @@ from pathlib import Path
 from slurmllm.core.config.load import load
 from slurmllm.core.config.resolve import RunConfig
 from slurmllm.core.errors import RunError, StorageError
+from slurmllm.core.format import Json
 from slurmllm.core.metrics.row_reader import Row, last_row_of, read_events, read_rows
 from slurmllm.core.run.artifact_records import CheckpointManifest
 from slurmllm.core.run.records import (
@@ -63,6 +64,12 @@ def process_identity(pid: int | None) -> str | None:
     state, *fields = content.rpartition(")")[2].split()
     # Not by psutil's `create_time`: it moves with the clock.
     return None if state in "ZX" else f"{boot} {fields[18]}"
+
+
+def this_process() -> Json:
+    """Return the fields by which a record names the process that writes it."""
+    pid = os.getpid()
+    return {"pid": pid, "process": process_identity(pid), "host": socket.gethostname()}
 
 
 def is_running(pid: int | None, identity: str | None, content: bytes) -> bool:
@@ -155,9 +162,7 @@ def open_attempt(
         stage=stage,
         job_id=allocation.job_id,
         restart_count=allocation.restart_count,
-        host=socket.gethostname(),
-        pid=os.getpid(),
-        process=process_identity(os.getpid()),
+        **this_process(),
         nodes=allocation.nodes,
         spare_nodes=len(allocation.all_nodes or allocation.nodes) - len(allocation.nodes),
         world_size=len(allocation.nodes) * config.workers_per_node,

@@ -99,7 +99,12 @@ def decide(
         return _with_action(closed, "stop", message)
     limits = recipe.slurm
     streak = takewhile(lambda attempt: not gained(attempt), (closed, *reversed(earlier)))
-    idle_attempts = [attempt for attempt in streak if _counts_as_idle(attempt)]
+    # guard.max_roll_backs limits divergences; `Slurm: the job is PREEMPTED` is not the run's fault.
+    idle_attempts = [
+        attempt
+        for attempt in streak
+        if attempt.ending != "divergence" and "PREEMPTED" not in str(attempt.evidence[:1])
+    ]
     idle, alike = len(idle_attempts), _count_without_exclusion(idle_attempts)
     if alike >= limits.no_progress_limit and closed.ending != "divergence":
         message = f"{alike} attempts in a row without a new checkpoint (slurm.no_progress_limit)"
@@ -122,11 +127,6 @@ def decide(
     if in_allocation and "restart" in actions and idle <= 1:
         return _with_action(closed, "restart")
     return closed.model_copy(update={"action": restart_mode, "backoff_s": backoff})
-
-
-def _counts_as_idle(attempt: AttemptRecord) -> bool:
-    # guard.max_roll_backs limits divergences; `Slurm: the job is PREEMPTED` is not the run's fault.
-    return attempt.ending != "divergence" and "PREEMPTED" not in str(attempt.evidence[:1])
 
 
 def _count_without_exclusion(idle: Attempts) -> int:

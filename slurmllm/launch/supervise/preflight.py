@@ -29,7 +29,6 @@ from slurmllm.train.backends.environment import (
     node_local_cache,
     requires_graphs,
 )
-from slurmllm.train.control.rendezvous import free_port
 
 SHARED = "shared file system"
 MANY_NODES = 4
@@ -142,9 +141,7 @@ def preflight(
     except LaunchError as error:
         return launch_ending(error.failure, record.nodes)
     if nodes is not None and config.cluster.health.bandwidth == "always":
-        nodes = with_bandwidth(
-            nodes, allocation, allocation.job_id, config, SLURMLLM, free_port(), stop
-        )
+        nodes = with_bandwidth(nodes, allocation, config, SLURMLLM, stop)
     if nodes is None or stop():  # interrupted checks are incomplete: ignore them
         return None
     paths = record.files(run)

@@ -35,7 +35,12 @@ from slurmllm.core.slurm.client import (
     wait_for,
 )
 from slurmllm.launch.supervise.allocation import Allocation, SlurmAllocation
-from slurmllm.launch.supervise.attempts import is_running, load_attempts, process_identity
+from slurmllm.launch.supervise.attempts import (
+    is_running,
+    load_attempts,
+    process_identity,
+    this_process,
+)
 from slurmllm.launch.supervise.watchdog import HEARTBEAT_S
 
 WAIT_S = 10.0  # for another command to end, before this one is refused
@@ -92,11 +97,7 @@ class _Holder(NamedTuple):
 
 
 def _acquire(run: RunDir, verb: str, wait_s: float) -> int:
-    now = time.time()
-    pid = os.getpid()
-    record = LockRecord(
-        verb=verb, host=socket.gethostname(), pid=pid, process=process_identity(pid), since=now
-    )
+    record = LockRecord(verb=verb, since=time.time(), **this_process())
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     began = seen_at = time.monotonic()
     seen = None

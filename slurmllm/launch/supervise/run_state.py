@@ -320,8 +320,9 @@ def host_elsewhere(submission: Submission, jobs: Jobs) -> str | None:
     """
     allocation = jobs.get("allocation")
     # UNKNOWN has a reason if the query failed, none if Slurm has forgotten the job.
-    unclear = allocation is None or (allocation.state == "UNKNOWN" and allocation.reason)
-    gone = allocation is not None and not (allocation.has_nodes or unclear)
+    gone = allocation is not None and not (
+        allocation.has_nodes or (allocation.state == "UNKNOWN" and allocation.reason)
+    )
     if (
         not submission.local
         or submission.ended_at is not None

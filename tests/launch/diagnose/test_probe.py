@@ -21,6 +21,7 @@ from slurmllm.launch.diagnose.probe import (
     compare_nodes,
     unstarted,
 )
+from slurmllm.launch.supervise.allocation import LocalAllocation
 from slurmllm.launch.supervise.preflight import preflight_ending
 
 WAIT = "import sys, time; sys.stdout.flush(); time.sleep(60)"
@@ -183,10 +184,10 @@ def test_a_line_is_short_enough_for_slurm() -> None:
 NAMES = ("n1", "n2", "n3")
 
 
-class FakeNodes:
+class FakeNodes(LocalAllocation):
     """Nodes of which the first reports bandwidths, or runs nccom-test."""
 
-    master_addr = "127.0.0.1"
+    job_id: str | None = "7"
 
     def __init__(self, names: tuple[str, ...], **gb_s: float) -> None:
         self.nodes, self.gb_s = names, gb_s
@@ -203,7 +204,7 @@ class FakeNodes:
 def judged(nodes: FakeNodes, *overrides: str, cluster: str = "local") -> list[Finding]:
     config = resolve("tiny_neox", cluster, [f"cluster.health.{o}" for o in overrides])
     health = {name: NodeHealth(node=name) for name in nodes.nodes}
-    results = with_bandwidth(health, nodes, "7", config, ("slurmllm",), 1)
+    results = with_bandwidth(health, nodes, config, ("slurmllm",))
     return [finding for record in results.values() for finding in record.findings]
 
 
