@@ -16,7 +16,7 @@ from slurmllm.core.format import Texts, Values, format_time
 from slurmllm.core.run.rundir import RunDir, find_run
 
 if TYPE_CHECKING:
-    from slurmllm.core.slurm.client import SlurmClient
+    from slurmllm.core.slurm.client import Names, SlurmClient
 
 LONGEST_HOURS = 720.0  # `site_nodes.LONGEST_HOURS`, without its imports
 include_option = options.repeatable(
@@ -158,7 +158,7 @@ def _print(rows: Sequence[Values], site: Sequence[Values]) -> None:
         )
 
 
-def include_nodes(run: RunDir, client: SlurmClient, names: Sequence[str]) -> None:
+def include_nodes(run: RunDir, client: SlurmClient, names: Names) -> None:
     """End the exclusion of nodes and print what changed; UserError if one is not excluded."""
     from slurmllm.launch.supervise.exclusion import include
     from slurmllm.launch.supervise.run_lock import locked

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from slurmllm.core.config.resolve import RunConfig
     from slurmllm.core.run.records import Submission
     from slurmllm.core.run.rundir import RunDir
-    from slurmllm.core.slurm.client import SlurmClient
+    from slurmllm.core.slurm.client import Names, SlurmClient
     from slurmllm.launch.submit.launch import SubmittedRun
     from slurmllm.launch.submit.prepare import PreparedRun, RunRequest
 
@@ -153,7 +153,7 @@ def _print_run(run: SubmittedRun, shared: RunOptions) -> int:
 def _include(
     run_dir: RunDir,
     client: SlurmClient,
-    included: Sequence[str],
+    included: Names,
     unused: dict[str, object],
     as_json: bool,
 ) -> bool:

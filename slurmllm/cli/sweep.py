@@ -19,6 +19,7 @@ from slurmllm.core.run.rundir import SweepDir
 if TYPE_CHECKING:
     from slurmllm.analysis.status.runs import RankedRun, SweepState
     from slurmllm.core.config.resolve import RunConfig
+    from slurmllm.core.slurm.client import Names
     from slurmllm.launch.submit.prepare import RunRequest
     from slurmllm.launch.submit.sweep import Case, PreparedSweep
 
@@ -135,9 +136,7 @@ def _print_end(prepared: PreparedSweep, codes: Mapping[str, int]) -> None:
                 options.note(f"{state}  {start_command(run.run)}")
 
 
-def _print_prepared(
-    prepared: PreparedSweep, jobs: Sequence[str], as_json: bool, **more: Any
-) -> None:
+def _print_prepared(prepared: PreparedSweep, jobs: Names, as_json: bool, **more: Any) -> None:
     """Print the runs of a sweep with their jobs, as `submit_sweep` yields them, and graphs."""
     names = [graphs.run.name for graphs in prepared.precompiles]
     train_jobs: list[str | None] = [*jobs[len(names) :]] or [None] * len(prepared.runs)

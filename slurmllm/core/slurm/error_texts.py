@@ -31,6 +31,7 @@ _OPTION = re.compile(r"--([a-z][a-z-]+)|\b(?:SLURM|SRUN|SBATCH)_([A-Z_]+)")
 _NUMBERED = re.compile(r"task (\d{1,6}) launch failed|(?:to|on|with) node (\d{1,6})\b")
 StopCheck = Callable[[], bool]  # whether to end what is under way
 ChildProcess = subprocess.Popen[bytes]
+Command = Sequence[str]  # a program and its arguments
 Processes = Sequence[ChildProcess]  # srun's, or with --local one a node
 
 

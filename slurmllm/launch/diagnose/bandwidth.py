@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from slurmllm.core.config.resolve import RunConfig
 from slurmllm.core.errors import NodeError, SlurmllmError
 from slurmllm.core.run.records import Finding, NodeHealths
-from slurmllm.core.slurm.error_texts import StopCheck
+from slurmllm.core.slurm.error_texts import Command, StopCheck
 from slurmllm.core.slurm.setup import slurm_environment
 from slurmllm.launch.diagnose import fail, ok, warn
 from slurmllm.launch.diagnose.probe import ProbeLine, read_lines
@@ -34,7 +34,7 @@ def with_bandwidth(
     health: NodeHealths,
     nodes: Allocation,
     config: RunConfig,
-    command: Sequence[str],
+    command: Command,
     stop: StopCheck = lambda: False,
 ) -> NodeHealths:
     """Measure the all-reduce and add a finding to each node; a single worker has none.
@@ -74,7 +74,7 @@ def _bandwidth_finding(name: str, measured: Bandwidth, floor: float | None) -> F
 
 
 def measure_with_torch(
-    nodes: Allocation, config: RunConfig, command: Sequence[str], stop: StopCheck
+    nodes: Allocation, config: RunConfig, command: Command, stop: StopCheck
 ) -> Bandwidth:
     cluster = config.cluster
     processes = nodes.ask(

@@ -16,7 +16,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar, Self
@@ -34,7 +34,14 @@ from slurmllm.core.run.records import (
     Versions,
 )
 from slurmllm.core.run.rundir import storage_errors
-from slurmllm.core.slurm.error_texts import ChildProcess, Processes, StopCheck, launch_failure
+from slurmllm.core.slurm.client import Names
+from slurmllm.core.slurm.error_texts import (
+    ChildProcess,
+    Command,
+    Processes,
+    StopCheck,
+    launch_failure,
+)
 from slurmllm.launch.diagnose import fail, ok, warn
 
 if TYPE_CHECKING:  # a probe, of which a job has thousands, needs none of it
@@ -133,7 +140,7 @@ def check_nodes(
     allocation: Allocation,
     config: RunConfig,
     folder: Path,
-    command: Sequence[str],
+    command: Command,
     stop: StopCheck = lambda: False,
 ) -> NodeHealths | None:
     """Run the checks of `node.py` on every node; returns the health of each, None if stopped.
@@ -159,7 +166,7 @@ def check_nodes(
 
 
 def collect(
-    names: Sequence[str],
+    names: Names,
     processes: Processes,
     limit_s: float,
     stop: StopCheck,
@@ -197,7 +204,7 @@ def collect(
     return reports
 
 
-def unstarted(names: Sequence[str], failure: LaunchFailure) -> NodeHealths:
+def unstarted(names: Names, failure: LaunchFailure) -> NodeHealths:
     """Return findings of checks that did not start: accused nodes fail, others get a warning."""
     findings = {}
     for name in names:

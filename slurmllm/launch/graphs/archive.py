@@ -20,7 +20,7 @@ import shutil
 import tarfile
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from io import BufferedReader
 from pathlib import Path, PurePosixPath
@@ -37,6 +37,7 @@ from slurmllm.core.run.safe_files import (
     os_error_text,
     read_limited,
 )
+from slurmllm.core.slurm.client import Names
 from slurmllm.train.backends.environment import load_environment, node_disk
 
 _MARKER = ".archive"
@@ -79,7 +80,7 @@ def pack_archive(
     compile_s: float = 0.0,
     fingerprint: str | None = None,
     expected: bool = True,
-    missing_nodes: Sequence[str] = (),
+    missing_nodes: Names = (),
 ) -> GraphManifest:
     """Archive the compiled graphs of a cache, which are those of all nodes; write the manifest.
 
@@ -137,7 +138,7 @@ def submit_graphs(cache: Path, run: RunDir, node: str, without: Iterable[str] = 
 def collect_graphs(
     cache: Path,
     run: RunDir,
-    nodes: Sequence[str],
+    nodes: Names,
     has_failed: Callable[[str], bool],
     group: str | None = None,
 ) -> list[str]:

@@ -22,6 +22,7 @@ from slurmllm.core.format import Texts
 from slurmllm.core.run.artifact_records import GraphManifest, GraphState, NewGraphs
 from slurmllm.core.run.records import Versions
 from slurmllm.core.run.rundir import RunDir
+from slurmllm.core.slurm.client import Names
 from slurmllm.launch.graphs.archive import (
     archive_files,
     archiving,
@@ -38,7 +39,7 @@ def submit_new_graphs(
     cache: Path,
     run: RunDir,
     attempt: int,
-    nodes: Sequence[str],
+    nodes: Names,
     node: str,
     manifest: GraphManifest,
     versions: Versions,

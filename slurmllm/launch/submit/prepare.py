@@ -25,7 +25,7 @@ from slurmllm.core.errors import ConfigError, StorageError, UserError
 from slurmllm.core.format import Json
 from slurmllm.core.run.artifact_records import GraphManifest
 from slurmllm.core.run.rundir import STAGES, RunDir, Stage, write_atomic
-from slurmllm.core.slurm.client import SlurmClient
+from slurmllm.core.slurm.client import Names, SlurmClient
 from slurmllm.core.slurm.container import container_faults
 from slurmllm.core.slurm.setup import setup_faults
 from slurmllm.launch.graphs import reuse
@@ -39,7 +39,7 @@ from slurmllm.launch.submit.inputs import (
     warn_if_changed,
     with_folder,
 )
-from slurmllm.launch.submit.render import check_jobs, render
+from slurmllm.launch.submit.render import Faults, check_jobs, render
 from slurmllm.launch.submit.run_folder import (
     claim_run,
     group_error,
@@ -106,7 +106,7 @@ class PreparedRun:
     run: RunDir
     scripts: dict[Stage, str]  # text of each stage's batch script
     # Nodes, in addition to `slurm.exclude`; not in the scripts: they are excluded for a time only.
-    excluded: Sequence[str] = ()
+    excluded: Names = ()
     fit: FitCheck | None = None  # the planner's prediction; None if there is none
     warnings: Sequence[str] = ()  # why it may be slow, start late or on unequal nodes
     # After a dry run: why `submit` would refuse the run, and why it cannot start, which is raised
@@ -188,7 +188,7 @@ class Checks(NamedTuple):
 
     fields: Json  # of `PreparedRun`: fit, warnings, compiles
     errors: Sequence[ConfigError]
-    limit_faults: Mapping[Stage, Sequence[str]]  # why Slurm can never start a stage's job
+    limit_faults: Faults
 
 
 def prepare(request: RunRequest) -> PreparedRun:

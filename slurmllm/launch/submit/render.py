@@ -40,6 +40,7 @@ from slurmllm.train.backends.environment import (
 )
 
 Job = Stage | Literal["evaluate"]
+Faults = dict[Stage, Sequence[str]]  # why Slurm can never start the job of a stage
 
 
 def precompile_nodes(config: RunConfig, nodes: int) -> int:
@@ -188,9 +189,9 @@ def directives(stage: Job, config: RunConfig, run: RunDir, nodes: int) -> list[s
 
 def check_jobs(
     client: SlurmClient | None, config: RunConfig, run: RunDir, nodes: int, compiles: bool
-) -> tuple[Sequence[str], dict[Stage, Sequence[str]]]:
+) -> tuple[Sequence[str], Faults]:
     """Compare jobs with their partition; returns warnings of the train job, and the faults."""
-    faults: dict[Stage, Sequence[str]] = dict.fromkeys(STAGES, ())
+    faults: Faults = dict.fromkeys(STAGES, ())
     limits = LimitCheck()
     site = None if client is None else Site(client)
     for stage in STAGES:

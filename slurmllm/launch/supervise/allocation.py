@@ -38,7 +38,7 @@ from slurmllm.core.slurm.container import (
     container_arguments,
     in_container,
 )
-from slurmllm.core.slurm.error_texts import Processes, StopCheck
+from slurmllm.core.slurm.error_texts import Command, Processes, StopCheck
 from slurmllm.core.slurm.setup import (
     JOB_VARIABLES,
     SETUP,
@@ -94,7 +94,7 @@ class Allocation(ABC):
             launchers=True,
         )
 
-    def ask(self, command: Sequence[str]) -> Processes:
+    def ask(self, command: Command) -> Processes:
         """Start a command on every node, with its output in the processes' pipes.
 
         It shares the nodes with what else runs there; a failing node ends no other node's command.
@@ -102,7 +102,7 @@ class Allocation(ABC):
         return self._start(command, launchers=False)
 
     @abstractmethod
-    def _start(self, command: Sequence[str], *, launchers: bool) -> Processes:
+    def _start(self, command: Command, *, launchers: bool) -> Processes:
         """Start it with the output of this process if it is `launchers`, else with pipes."""
 
     def broadcast(self, source: Path, target: Path, stop: StopCheck) -> str | None:
@@ -186,7 +186,7 @@ class SlurmAllocation(Allocation):
         self.nodes = nodes
         self.restarted = True
 
-    def _start(self, command: Sequence[str], *, launchers: bool) -> Processes:
+    def _start(self, command: Command, *, launchers: bool) -> Processes:
         srun = ["srun", f"--nodes={len(self.nodes)}", f"--ntasks={len(self.nodes)}", *_ONE_A_NODE]
         if self.all_nodes and self.nodes != self.all_nodes:
             srun.append(f"--nodelist={','.join(self.nodes)}")
@@ -279,7 +279,7 @@ class LocalAllocation(Allocation):
     def master_addr(self) -> str:
         return "127.0.0.1"
 
-    def _start(self, command: Sequence[str], *, launchers: bool) -> Processes:
+    def _start(self, command: Command, *, launchers: bool) -> Processes:
         environment = {**os.environ, **new_secret()}
         return [
             subprocess.Popen(
@@ -329,7 +329,7 @@ def node_command(cluster: Cluster, module: str = "slurmllm") -> list[str]:
     return [python or sys.executable, "-P", "-m", module]
 
 
-def task_command(command: Sequence[str]) -> list[str]:
+def task_command(command: Command) -> list[str]:
     """Return the command of a task of srun: after cluster.setup, and in cluster.container."""
     inside = in_container(command)
     # With pyxis the task itself is inside, where the site's modules are not.
@@ -363,7 +363,7 @@ def launch_line(nodes: str, stage: Stage, options: Sequence[str]) -> str:
 
 def allocate_nodes(
     config: RunConfig,
-    command: Sequence[str],
+    command: Command,
     job_name: str,
     *,
     nodes: int | None = None,

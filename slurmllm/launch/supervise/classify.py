@@ -40,6 +40,7 @@ from slurmllm.core.run.records import (
     NodeRecord,
     NodeRecords,
 )
+from slurmllm.core.slurm.client import Names
 
 # Signals that a process raises by a fault of its own code; others come from outside.
 CRASHES = {signal.SIGSEGV, signal.SIGABRT, signal.SIGFPE, signal.SIGILL}
@@ -90,7 +91,7 @@ class TrainerExit:
 class Evidence:
     """Everything that is known of an attempt that has ended."""
 
-    expected_nodes: Sequence[str]
+    expected_nodes: Names
     nodes: NodeRecords
     failures: Sequence[FailureRecord] = ()
     slurm_state: str = "RUNNING"  # at the end; of a local job see `LocalAllocation.state`
@@ -99,9 +100,9 @@ class Evidence:
     down_nodes: Mapping[str, str] = field(default_factory=dict)
     stop_signal: str | None = None  # the stop signal, if it came before any failure
     overran_s: float | None = None  # from that signal to the forced end, if forced
-    uncompiled: Sequence[str] = ()  # why the archive of a precompile attempt is incomplete
+    uncompiled: Lines = ()  # why the archive of a precompile attempt is incomplete
     hang: HangRecord | None = None  # found by the watchdog
-    stacks: Sequence[str] = ()  # locations of the workers of a hang, one line each
+    stacks: Lines = ()  # locations of the workers of a hang, one line each
     collectives: Lines = ()  # the operations in which ranks wait, if recorded
     # Rank → last lines of the log, for workers that failed without a record.
     log_tails: Mapping[int, Sequence[str]] = field(default_factory=dict)
@@ -238,7 +239,7 @@ def _node_lost(evidence: Evidence) -> Ending | None:
     )
 
 
-def _few(names: Sequence[str], nodes: Sequence[str]) -> NodeNames:
+def _few(names: Names, nodes: Names) -> NodeNames:
     """Return the nodes to blame: none if most seem to have failed at once."""
     return tuple(names) if len(names) <= max(len(nodes) // 2, 1) else ()
 
@@ -343,7 +344,7 @@ def _hang(evidence: Evidence) -> Ending | None:
     )
 
 
-def launch_ending(failure: LaunchFailure, nodes: Sequence[str], started: bool = False) -> Ending:
+def launch_ending(failure: LaunchFailure, nodes: Names, started: bool = False) -> Ending:
     """Return the ending of an attempt on `nodes` by Slurm's message; `started`: workers had begun.
 
     Only a node that a message about nodes names is blamed, unless it names most of them.
@@ -368,7 +369,7 @@ def reported_all(node: NodeRecord | None) -> bool:
     return node.error is not None or (bool(node.pids) and len(node.exit_codes) == len(node.pids))
 
 
-def unreported_nodes(names: Sequence[str], nodes: NodeRecords) -> list[str]:
+def unreported_nodes(names: Names, nodes: NodeRecords) -> list[str]:
     """Return the nodes whose launchers did not record how all their workers ended."""
     return [name for name in names if not reported_all(nodes.get(name))]
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Sequence
 from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
@@ -140,7 +139,7 @@ def _no_gpu(config: RunConfig) -> str:
     )
 
 
-def _uncompiled(run: RunDir) -> Sequence[str]:
+def _uncompiled(run: RunDir) -> Lines:
     manifest = GraphManifest.find_readable(run.graphs_manifest)
     return faults(manifest, run) if manifest else ("no archive of compiled graphs was written",)
 

@@ -26,7 +26,7 @@ from slurmllm.core.run.records import (
     last_submission,
 )
 from slurmllm.core.run.rundir import STAGES, RunDir, root_of
-from slurmllm.core.slurm.client import SlurmClient, retry_unreachable
+from slurmllm.core.slurm.client import Names, SlurmClient, retry_unreachable
 from slurmllm.launch.supervise.allocation import Allocation, SlurmAllocation
 from slurmllm.launch.supervise.attempts import failure_records, load_attempts, node_records
 from slurmllm.launch.supervise.classify import Ending, device_fault, reported_all
@@ -142,7 +142,7 @@ def _proven(
     return proven
 
 
-def _unresponsive(allocation: SlurmAllocation, names: Sequence[str]) -> set[str]:
+def _unresponsive(allocation: SlurmAllocation, names: Names) -> set[str]:
     """Return the nodes of a job on which srun starts no process."""
     if not names:
         return set()
@@ -195,7 +195,7 @@ def drain(client: SlurmClient, nodes: Sequence[ExcludedNode]) -> None:
             log.warning("%s is not drained (slurm.drain): %s", node.node, error)
 
 
-def include(run: RunDir, client: SlurmClient, names: Sequence[str]) -> list[str]:
+def include(run: RunDir, client: SlurmClient, names: Names) -> list[str]:
     """End the exclusion of nodes, in the run's pending jobs too; returns those jobs.
 
     Raises a UserError if the run does not exclude a node.
@@ -227,7 +227,7 @@ def include(run: RunDir, client: SlurmClient, names: Sequence[str]) -> list[str]
     return changed
 
 
-def excluded_by_jobs(client: SlurmClient, jobs: Sequence[str]) -> dict[str, list[str]]:
+def excluded_by_jobs(client: SlurmClient, jobs: Names) -> dict[str, list[str]]:
     """Return the nodes that each pending job excludes, those of the recipe included."""
     lists = {
         job.job_id: job.excluded
@@ -276,8 +276,8 @@ def failed_nodes(allocation: Allocation) -> list[str] | None:
 def nodes_to_avoid(
     client: SlurmClient,
     script: str,
-    lost: Sequence[str],
-    excluded_before: Sequence[str],
+    lost: Names,
+    excluded_before: Names,
     job_id: str | None = None,
     held_nodes: Collection[str] = (),
 ) -> list[str]:

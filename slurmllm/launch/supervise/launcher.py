@@ -24,6 +24,7 @@ from slurmllm.core.run.artifact_records import GraphManifest
 from slurmllm.core.run.records import NodeRecord, Versions, WorkerRecord
 from slurmllm.core.run.rundir import RunDir, Stage
 from slurmllm.core.run.worker_files import INSTALLED_FILE, REUSED
+from slurmllm.core.slurm.error_texts import Command
 from slurmllm.launch.graphs import archive as graph_cache
 from slurmllm.launch.graphs import merge
 from slurmllm.launch.graphs.reuse import graph_fingerprint, measured_micro_batch, node_processor
@@ -218,7 +219,7 @@ class Launcher(Workers):
             shutil.rmtree(work, ignore_errors=True)
         return False
 
-    def _compile(self, compilers: Sequence[Sequence[str]]) -> None:
+    def _compile(self, compilers: Sequence[Command]) -> None:
         """Run the backend's compilers on what the workers traced, and archive the graphs."""
         if self.local:
             # The nodes of --local share one cache: the first one compiles for all of them, when
@@ -235,7 +236,7 @@ class Launcher(Workers):
             log.info("%s: exit code %d", Path(command[0]).name, code)
         self._archive_graphs(time.monotonic() - started if compilers else 0.0)
 
-    def _command(self, command: Sequence[str], on_stop: signal.Signals) -> int:
+    def _command(self, command: Command, on_stop: signal.Signals) -> int:
         def stop() -> bool:
             if self.node_rank == 0 and self.backend.expects_graphs(self.config):
                 self.log_compiling()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -20,7 +20,7 @@ from slurmllm.core.errors import EXIT_REQUEUE, SlurmError, SlurmllmError, Storag
 from slurmllm.core.run.records import AttemptRecord, JobsRecord, UnrecordedEnding, comment_with
 from slurmllm.core.run.rundir import STAGES, RunDir, Stage, storage_errors
 from slurmllm.core.run.safe_files import read_limited, write_error
-from slurmllm.core.slurm.client import PATIENCE_S, retry_unreachable, wait_for
+from slurmllm.core.slurm.client import PATIENCE_S, Names, retry_unreachable, wait_for
 from slurmllm.launch.supervise import attempts
 from slurmllm.launch.supervise.allocation import Allocation, SlurmAllocation
 from slurmllm.launch.supervise.attempts import log_attempt
@@ -97,7 +97,7 @@ class NextJob:
         excluded = excluded_names(client, self.run, self.config)
         return nodes_to_avoid(client, self._script("train"), (), excluded)
 
-    def replace(self, avoid: Sequence[str] = (), lost: bool = True) -> None:
+    def replace(self, avoid: Names = (), lost: bool = True) -> None:
         """Submit this job once more, as another job, and with it what depends on it.
 
         Slurmd remembers the job of a `lost` start as running: it refuses its next start, for which
@@ -132,7 +132,7 @@ class NextJob:
             name = self.run.name
             log.error("%s; `slurmllm cancel %s`, then `slurmllm resume %s`", error, name, name)
 
-    def return_to_queue(self, closed: AttemptRecord, lost: Sequence[str] = ()) -> AttemptRecord:
+    def return_to_queue(self, closed: AttemptRecord, lost: Names = ()) -> AttemptRecord:
         """Requeue the job, or leave the run to its successor; returns the record.
 
         `lost` are the attempt's nodes that cannot be used. If that is refused, the action changes:
@@ -179,14 +179,14 @@ class NextJob:
             log.error("%s; if the job ends here, `slurmllm resume %s`", error, self.run.name)
         return closed
 
-    def _exclude(self, job: str, avoid: Sequence[str]) -> None:
+    def _exclude(self, job: str, avoid: Names) -> None:
         """Exclude these nodes and the recipe's from the next start of a pending job."""
         recipe = self.config.recipe.slurm.exclude
         names = [*([recipe] if recipe else []), *avoid]
         retry_unreachable(lambda: self._job.client.exclude(job, names))
         log.info("job %s excludes %s from now on", job, " ".join(names) or "no node")
 
-    def _submit_replacement(self, closed: AttemptRecord, avoid: Sequence[str]) -> bool:
+    def _submit_replacement(self, closed: AttemptRecord, avoid: Names) -> bool:
         """Submit another job that continues the run at once; returns whether that succeeded.
 
         A requeued job would wait until Slurm has noticed the loss of a node (SlurmdTimeout), and
@@ -208,7 +208,7 @@ class NextJob:
             log.warning("%s", error)
         return recorded
 
-    def _chain(self, closed: AttemptRecord, avoid: Sequence[str]) -> AttemptRecord:
+    def _chain(self, closed: AttemptRecord, avoid: Names) -> AttemptRecord:
         """Leave the run to the successor of this job, which waits since the attempt's start."""
         if self.stage == "precompile":
             self.replace(avoid, lost=False)
@@ -228,7 +228,7 @@ class NextJob:
             log.warning("job %s starts without excluded nodes or a wait: %s", job, error)
         return closed
 
-    def _successor(self, avoid: Sequence[str]) -> str | None:
+    def _successor(self, avoid: Names) -> str | None:
         """Submit the successor if there is none, with retries for PATIENCE_S; returns its id."""
         deadline = time.monotonic() + PATIENCE_S
         while True:

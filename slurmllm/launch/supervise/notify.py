@@ -13,7 +13,6 @@ import os
 import subprocess
 import threading
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from slurmllm.core.config.operation import NotifyEvent
@@ -22,6 +21,7 @@ from slurmllm.core.format import Json
 from slurmllm.core.run.records import CONTINUES, AttemptRecord
 from slurmllm.core.run.rundir import RunDir
 from slurmllm.core.run.worker_files import diagnostic
+from slurmllm.core.slurm.error_texts import Command
 
 TIMEOUT_S = 10.0  # for a command to end
 LAST_WAIT_S = 5.0  # for what is under way when the supervisor exits
@@ -89,7 +89,7 @@ class Notifier:
             thread.start()
             self._sending.append(thread)
 
-    def _call(self, command: Sequence[str], message: Json) -> None:
+    def _call(self, command: Command, message: Json) -> None:
         try:
             subprocess.run(
                 command,

@@ -31,7 +31,7 @@ from slurmllm.core.run.records import (
 )
 from slurmllm.core.run.rundir import RunDir, node_records, read_all, storage_errors
 from slurmllm.core.run.safe_files import read_limited, user_name
-from slurmllm.core.slurm.client import PartitionNode, SlurmClient
+from slurmllm.core.slurm.client import Names, PartitionNode, SlurmClient
 
 # Of a partition's nodes (of two or three, one): more faults at a time are likelier to be in what
 # the nodes share (switch, file system, profile), and false records must not empty a partition.
@@ -162,7 +162,7 @@ def site_rows(root: Path, client: SlurmClient) -> list[Json]:
 
 
 def change_by_user(
-    root: Path, client: SlurmClient, lists: Sequence[str], reason: str = "", hours: float = 0.0
+    root: Path, client: SlurmClient, lists: Names, reason: str = "", hours: float = 0.0
 ) -> list[SiteNodeRecord]:
     """Exclude nodes, such as `n[1-4]`, for some hours; 0 ends their exclusion. Returns the records.
 

@@ -13,14 +13,13 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Sequence
 from contextlib import suppress
 
 from slurmllm.core.config.operation import RestartSetting
 from slurmllm.core.errors import SlurmError, SlurmllmError
 from slurmllm.core.run.records import JobsRecord, Restart, Submission, last_submission
 from slurmllm.core.run.rundir import RunDir
-from slurmllm.core.slurm.client import SlurmClient, retry_unreachable
+from slurmllm.core.slurm.client import Names, SlurmClient, retry_unreachable
 from slurmllm.core.slurm.setup import PREDECESSOR
 from slurmllm.launch.supervise import attempts
 from slurmllm.launch.supervise.allocation import Allocation, SlurmAllocation
@@ -109,7 +108,7 @@ def _ended(run: RunDir, last: Submission, client: SlurmClient) -> str | None:
 
 
 def ensure_successor(
-    run: RunDir, allocation: SlurmAllocation, script: str, exclude: Sequence[str]
+    run: RunDir, allocation: SlurmAllocation, script: str, exclude: Names
 ) -> str | None:
     """Submit the successor of this train job unless it has one; returns its job id.
 

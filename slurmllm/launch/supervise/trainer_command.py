@@ -14,6 +14,7 @@ from slurmllm.core.format import Json
 from slurmllm.core.run.error_patterns import Meaning, cause_line, meaning_of
 from slurmllm.core.run.records import AttemptRecord, FailureRecord
 from slurmllm.core.run.rundir import RunDir
+from slurmllm.core.slurm.client import Names
 from slurmllm.core.slurm.setup import Variables
 from slurmllm.launch.supervise.classify import CRASHES, KILLED, how_ended
 from slurmllm.launch.supervise.started_processes import ProcessEnd, first_end, signal_code
@@ -171,7 +172,7 @@ def failure_of(
     lines: Sequence[OutputLine],
     step: int | None,
     ended_at: float,
-    nodes: Sequence[str] = (),
+    nodes: Names = (),
     one_per_node: bool = False,
 ) -> FailureRecord | None:
     """Return why a worker failed, from its last output; None if only its signal is known.
