@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from secrets import token_hex
@@ -123,7 +123,10 @@ def evaluate(
     started = monotonic()
     if not slurm:
         options.refuse_job_options({**job, "cluster": cluster})
-    _check_output(suites, fetch, plot, as_json)
+    if fetch and as_json:
+        raise UserError("--fetch prints no JSON; leave out --json")
+    if plot and len(suites) > 1:
+        raise UserError("--plot names the picture of one suite; leave out other --suite")
     located = _locate_suites(suites, tasks, shots)
     if fetch:
         _fetch(ctx, located, settings.allow_code)
@@ -146,13 +149,6 @@ def evaluate(
     report(selection, plan, result, plot, as_json, monotonic() - started)
     _check_damage(selection, result)
     ctx.exit(EXIT_NEGATIVE if result.failed else 0)
-
-
-def _check_output(suites: Texts, fetch: bool, plot: str | None, as_json: bool) -> None:
-    if fetch and as_json:
-        raise UserError("--fetch prints no JSON; leave out --json")
-    if plot and len(suites) > 1:
-        raise UserError("--plot names the picture of one suite; leave out other --suite")
 
 
 def _save_suites(plan: EvaluationPlan, complete: bool) -> None:
@@ -256,7 +252,7 @@ def _run(
     if not jobs:
         return EvaluationResult()
     at_once = at_once or (_DEFAULT_JOBS if slurm else 1)
-    logs, progress = store.logs / "evaluate", _ScoreProgress(jobs)
+    logs, progress = store.logs / "evaluate", _score_progress(jobs)
     array = None
     if slurm:
         cpus, gpus = job_options.pop("cpus"), job_options.pop("gpus")
@@ -306,23 +302,22 @@ def _directives(store: RunDir) -> dict[str, str | bool]:
         return {}
 
 
-class _ScoreProgress:
-    """A line on stderr for each new or changed score file."""
+def _score_progress(jobs: Sequence[JobRequest]) -> Callable[[], None]:
+    """Return a function that prints a line on stderr for each new or changed score file."""
+    # By time and not by existence: --force replaces files.
+    before = {path: _mtime(path) for job in jobs for path in map(job.score_file, job.tasks)}
+    pending = [(job, task) for job in jobs for task in job.tasks]
+    total = len(pending)
 
-    def __init__(self, jobs: Sequence[JobRequest]) -> None:
-        self._pending = [(job, task) for job in jobs for task in job.tasks]
-        self._total = len(self._pending)
-        paths = (job.score_file(task) for job, task in self._pending)
-        self._previous = {path: _mtime(path) for path in paths}
-
-    def __call__(self) -> None:
-        for job, task in list(self._pending):
+    def show() -> None:
+        for job, task in list(pending):
             path = job.score_file(task)
-            # By time and not by existence: --force replaces files.
-            if _mtime(path) != self._previous[path]:
-                self._pending.remove((job, task))
-                done = self._total - len(self._pending)
-                options.note(f"{done} of {self._total}: step {job.model.step}, {job.title(task)}")
+            if _mtime(path) != before[path]:
+                pending.remove((job, task))
+                done = total - len(pending)
+                options.note(f"{done} of {total}: step {job.model.step}, {job.title(task)}")
+
+    return show
 
 
 def _mtime(path: Path) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from itertools import compress
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -280,9 +281,9 @@ def _table(
     reasons: Sequence[str] = (),
 ) -> Iterator[Text]:
     """Yield a table without its empty columns, then what has no room: `reasons`, and headings."""
-    used = [index for index in range(len(columns)) if index == 0 or any(row[index] for row in rows)]
-    cells = [[row[index] for index in used] for row in rows]
-    table = fitted([columns[index] for index in used], cells, console.width, one_line)
+    used = [index == 0 or any(row[index] for row in rows) for index in range(len(columns))]
+    cells = [[*compress(row, used)] for row in rows]
+    table = fitted([*compress(columns, used)], cells, console.width, one_line)
     heading, *lines = table.lines
     yield Text.assemble((heading, "bold"), *(f"\n{line}" for line in lines), no_wrap=True)
     if "reason" in table.left_out:

@@ -78,9 +78,7 @@ def cancel_jobs(
 def _cancel(
     target: RunDir | SweepDir, client: SlurmClient, on_process: Callable[[CancelledJob], object]
 ) -> CancelledRun:
-    runs = [target] if isinstance(target, RunDir) else target.graph_runs()
-    if isinstance(target, SweepDir):
-        runs = [*runs, *(target.run(case.run) for case in SweepRecord.load(target.record).cases)]
+    runs = [target] if isinstance(target, RunDir) else [*target.graph_runs(), *_cases(target)]
     jobs, cancelled = dict[str, RunDir](), list[CancelledJob]()
     evaluations = dict[str, CheckpointEvaluation]()
     for run in runs:
@@ -114,6 +112,10 @@ def _cancel(
             save_evaluation(jobs[job], evaluations[job], state="due")
     cancelled += [CancelledJob(jobs[job].name, job, None, "cancelled") for job in active]
     return CancelledRun(target.name, tuple(cancelled))
+
+
+def _cases(sweep: SweepDir) -> list[RunDir]:
+    return [sweep.run(case.run) for case in SweepRecord.load(sweep.record).cases]
 
 
 def _record_cancellation(run: RunDir) -> None:
@@ -212,12 +214,8 @@ def plan_deletion(
     if isinstance(target, RunDir):
         runs = _left_runs(path) or [target]
     else:
-        cases = [target.run(case.run) for case in SweepRecord.load(target.record).cases]
-        runs = [
-            *runs_of(target),
-            *(run for run in cases if run.only_checkpoints()),
-            *target.graph_runs(),
-        ]
+        left = (run for run in _cases(target) if run.only_checkpoints())
+        runs = [*runs_of(target), *left, *target.graph_runs()]
     jobs: dict[str, RunDir] = {}  # those that Slurm is asked about, at once
     for run in runs:
         last = last_submission(run)

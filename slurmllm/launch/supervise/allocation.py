@@ -77,7 +77,7 @@ class Allocation(ABC):
 
     nodes: NodeNames
     all_nodes: NodeNames = ()  # of a job: with those that the present attempt does not use
-    job_id: str | None
+    job_id: str | None = None
     restart_count: int = 0
     requeues: bool = False  # whether Slurm starts the job again; else its caller starts the script
     restarted = False  # whether an earlier attempt ran in this start of the job
@@ -266,8 +266,6 @@ class HeldAllocation(SlurmAllocation):
 
 class LocalAllocation(Allocation):
     """This machine as one node or several; `run` is None outside a run."""
-
-    job_id = None
 
     def __init__(self, run: RunDir | None = None) -> None:
         self._run = run

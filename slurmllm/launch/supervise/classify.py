@@ -364,9 +364,9 @@ def launch_ending(failure: LaunchFailure, nodes: Names, started: bool = False) -
 
 def reported_all(node: NodeRecord | None) -> bool:
     """Whether a node's launcher recorded how all of its workers ended."""
-    if node is None:
-        return False
-    return node.error is not None or (bool(node.pids) and len(node.exit_codes) == len(node.pids))
+    return node is not None and (
+        node.error is not None or (bool(node.pids) and len(node.exit_codes) == len(node.pids))
+    )
 
 
 def unreported_nodes(names: Names, nodes: NodeRecords) -> list[str]:

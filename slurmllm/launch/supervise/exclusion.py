@@ -187,7 +187,9 @@ def exclude_failed(run: RunDir, failing: NodeFaults, cluster: str = "") -> list[
 
 
 def drain(client: SlurmClient, nodes: Sequence[ExcludedNode]) -> None:
-    for node in (node for node in nodes if node.evidence == "hardware"):
+    for node in nodes:
+        if node.evidence != "hardware":
+            continue
         try:
             client.drain(node.node, f"slurmllm: {node.reason}"[:200])
             log.info("%s is drained: %s", node.node, node.reason)

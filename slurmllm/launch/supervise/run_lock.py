@@ -117,8 +117,8 @@ def _acquire(run: RunDir, verb: str, wait_s: float) -> int:
         now = time.monotonic()
         if holder is None:
             continue  # released meanwhile
-        if seen is None or holder.identity != seen.identity:
-            seen = holder
+        if holder.identity != seen:
+            seen = holder.identity
             seen_at = now
         if _is_left_behind(holder, unchanged_s=now - seen_at):
             _remove(run.lock, holder)

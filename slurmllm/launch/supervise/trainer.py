@@ -12,7 +12,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -352,12 +352,11 @@ def _receivers(pid: int, number: int) -> list[psutil.Process]:
         return []
 
 
-def _kill_children(except_for: Iterable[int]) -> None:
+def _kill_children(except_for: set[int]) -> None:
     """Kill all processes below this one, but for some that end by themselves."""
-    spared = set(except_for)
     with suppress(psutil.Error):
         children = psutil.Process().children(recursive=True)
-        children = [child for child in children if child.pid not in spared]
+        children = [child for child in children if child.pid not in except_for]
         for child in children:
             with suppress(psutil.Error):
                 child.kill()
