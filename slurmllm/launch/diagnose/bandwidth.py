@@ -13,9 +13,8 @@ from slurmllm.core.run.records import Finding, NodeHealths
 from slurmllm.core.slurm.error_texts import Command, StopCheck
 from slurmllm.core.slurm.setup import slurm_environment
 from slurmllm.launch.diagnose import fail, ok, warn
-from slurmllm.launch.diagnose.probe import ProbeLine, read_lines
+from slurmllm.launch.diagnose.probe import Nodes, ProbeLine, read_lines
 from slurmllm.launch.diagnose.programs import FOLDERS, find
-from slurmllm.launch.supervise.allocation import Allocation
 from slurmllm.train.control.rendezvous import free_port
 
 CHECK = "all-reduce"
@@ -32,7 +31,7 @@ class Bandwidth(NamedTuple):
 
 def with_bandwidth(
     health: NodeHealths,
-    nodes: Allocation,
+    nodes: Nodes,
     config: RunConfig,
     command: Command,
     stop: StopCheck = lambda: False,
@@ -74,7 +73,7 @@ def _bandwidth_finding(name: str, measured: Bandwidth, floor: float | None) -> F
 
 
 def measure_with_torch(
-    nodes: Allocation, config: RunConfig, command: Command, stop: StopCheck
+    nodes: Nodes, config: RunConfig, command: Command, stop: StopCheck
 ) -> Bandwidth:
     cluster = config.cluster
     processes = nodes.ask(
@@ -108,7 +107,7 @@ def measure_with_torch(
     return Bandwidth(overall, by_node)
 
 
-def measure_with_nccom(nodes: Allocation, per_node: int, stop: StopCheck) -> Bandwidth:
+def measure_with_nccom(nodes: Nodes, per_node: int, stop: StopCheck) -> Bandwidth:
     """Call nccom-test, which starts a Slurm step in the job for several nodes."""
     path = find("nccom-test")
     count = len(nodes.nodes)

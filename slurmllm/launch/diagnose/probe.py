@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, ClassVar, Self
+from typing import Annotated, ClassVar, Protocol, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
 
@@ -31,6 +31,7 @@ from slurmllm.core.run.records import (
     LaunchFailure,
     NodeHealth,
     NodeHealths,
+    NodeNames,
     Versions,
 )
 from slurmllm.core.run.rundir import storage_errors
@@ -44,11 +45,25 @@ from slurmllm.core.slurm.error_texts import (
 )
 from slurmllm.launch.diagnose import fail, ok, warn
 
-if TYPE_CHECKING:  # a probe, of which a job has thousands, needs none of it
-    from slurmllm.launch.supervise.allocation import Allocation
-
 POLL_S = 0.1
 _COMPARED = ("driver", "network ports")  # findings whose values are compared between the nodes
+
+
+class Nodes(Protocol):
+    """The nodes of an attempt or of a check: a Slurm allocation, or this machine."""
+
+    nodes: NodeNames
+    job_id: str | None
+
+    @property
+    def master_addr(self) -> str:
+        """Name or address of the first node, as all others reach it."""
+
+    def ask(self, command: Command) -> Processes:
+        """Start a command on every node, by one srun or (locally) a process a node.
+
+        Both outputs go to the process's pipe.
+        """
 
 
 class LaunchError(SlurmError):
@@ -137,7 +152,7 @@ class NodeReport:
 
 
 def check_nodes(
-    allocation: Allocation,
+    nodes: Nodes,
     config: RunConfig,
     folder: Path,
     command: Command,
@@ -157,8 +172,8 @@ def check_nodes(
     with marker:
         probe = [*command, "check-node", "--profile", config.cluster.model_dump_json()]
         reports = collect(
-            allocation.nodes,
-            allocation.ask([*probe, "--backend", config.backend, "--marker-file", marker.name]),
+            nodes.nodes,
+            nodes.ask([*probe, "--backend", config.backend, "--marker-file", marker.name]),
             limits.timeout_s,
             stop,
         )

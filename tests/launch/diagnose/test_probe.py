@@ -21,7 +21,6 @@ from slurmllm.launch.diagnose.probe import (
     compare_nodes,
     unstarted,
 )
-from slurmllm.launch.supervise.allocation import LocalAllocation
 from slurmllm.launch.supervise.preflight import preflight_ending
 
 WAIT = "import sys, time; sys.stdout.flush(); time.sleep(60)"
@@ -184,10 +183,11 @@ def test_a_line_is_short_enough_for_slurm() -> None:
 NAMES = ("n1", "n2", "n3")
 
 
-class FakeNodes(LocalAllocation):
+class FakeNodes:
     """Nodes of which the first reports bandwidths, or runs nccom-test."""
 
     job_id: str | None = "7"
+    master_addr = "127.0.0.1"
 
     def __init__(self, names: tuple[str, ...], **gb_s: float) -> None:
         self.nodes, self.gb_s = names, gb_s
