@@ -26,6 +26,7 @@ from slurmllm.core.errors import ConfigError, SlurmllmError
 from slurmllm.core.format import Values
 
 Kind = Literal["hooks", "optimizers", "models", "data_sources"]
+OPTIMIZERS = ("adamw", "muon")  # that are no plugins
 KINDS: tuple[str, ...] = typing.get_args(Kind)
 T = TypeVar("T")
 
@@ -56,6 +57,8 @@ def register(kind: Kind, name: str) -> Callable[[T], T]:
     """
     if kind not in KINDS:
         raise ConfigError(f"register({kind!r}, {name!r}): unknown kind; choose {', '.join(KINDS)}")
+    if kind == "optimizers" and name in OPTIMIZERS:
+        raise ConfigError(f"register({kind!r}, {name!r}): slurmllm has one of this name; rename it")
 
     def decorate(plugin: T) -> T:
         if _registered.setdefault((kind, name), plugin) is not plugin:
@@ -97,6 +100,7 @@ def find(kind: Kind, name: str, path: str, modules: Sequence[str] = ()) -> objec
     if key not in _registered:
         names = {other for of_kind, other in _registered if of_kind == kind}
         names |= entry_points(group=group(kind)).names
+        names |= set(OPTIMIZERS if kind == "optimizers" else ())
         raise ConfigError(
             f"{label} is unknown: no installed package has it in entry-point group {group(kind)} "
             f"(known: {', '.join(sorted(names)) or 'none'}), and no module in plugins registers "

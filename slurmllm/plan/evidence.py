@@ -184,9 +184,6 @@ def evidence(candidate: LayoutEstimate) -> RunEvidence:
         if others := generations(run for run in of_kind if run.is_on(hardware)):
             reasons[0] += f" has software of {hardware.software}, only of {others}"
     if candidate.config.recipe.train.is_fp8:
-        octaves = max(octaves, FAR)
-        reasons.append("no published run computes in fp8 (train.precision)")
-    if candidate.config.recipe.train.precision == "fp8_mixed":
         octaves += FAR
         reasons.append("no run in fp8_mixed is among the published ones")
     alike = [run for run in runs if size / 2 <= run.parameters <= 2 * size]

@@ -10,12 +10,13 @@ from dataclasses import asdict, dataclass, fields
 from functools import lru_cache
 from pathlib import Path
 
-from slurmllm.core.config.recipe import ADAMW, OPTIMIZERS, Recipe
+from slurmllm.core.config.recipe import ADAMW, Recipe
 from slurmllm.core.config.resolve import RunConfig
 from slurmllm.core.config.rules import choose, divisors
 from slurmllm.core.config.validate import PLANNER
 from slurmllm.core.errors import ConfigError, StorageError
 from slurmllm.core.format import Json, format_plural
+from slurmllm.core.plugins import OPTIMIZERS
 from slurmllm.core.run.rundir import storage_errors, write_atomic
 from slurmllm.core.run.safe_files import read_limited
 

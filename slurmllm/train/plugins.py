@@ -9,11 +9,10 @@ import inspect
 import json
 import sys
 
-from slurmllm.core.config.recipe import OPTIMIZERS
 from slurmllm.core.config.resolve import RunConfig
 from slurmllm.core.config.validate import validate
 from slurmllm.core.errors import ConfigError, SlurmllmError
-from slurmllm.core.plugins import check_settings, find, import_modules
+from slurmllm.core.plugins import OPTIMIZERS, check_settings, find, import_modules
 from slurmllm.train.hooks import Hook
 
 _SIZE = 4  # of each dimension of the parameters that an optimizer is tried with

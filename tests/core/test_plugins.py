@@ -149,10 +149,14 @@ def test_what_is_unknown_or_of_one_name_is_refused(install: Install) -> None:
     install("plug_known", "x = 1", hooks="known = plug_known:x")
     plugins.register("hooks", "one")(int)
     for call, message in (
-        (lambda: plugins.find("optimizers", "x", "optim.name"), r"'x' is unknown: .*known: none"),
+        (
+            lambda: plugins.find("optimizers", "x", "optim.name"),
+            r"'x' is unknown: .*known: adamw, muon",
+        ),
         (lambda: plugins.find("hooks", "other", "h"), r"\(known: known.*add its module to plugins"),
         (lambda: plugins.import_modules(["no.such"]), r"plugins: no.such cannot be imported: Mod"),
         (lambda: plugins.register("hooks", "one")(str), "two hooks are called 'one'"),
+        (lambda: plugins.register("optimizers", "muon"), "'muon'.: slurmllm has one of this name"),
     ):
         with pytest.raises(ConfigError, match=message):
             call()

@@ -41,7 +41,7 @@ from slurmllm.core.config.operation import (
 )
 from slurmllm.core.config.yaml_source import Values
 from slurmllm.core.errors import ConfigError
-from slurmllm.core.plugins import PluginRef, split_prefix
+from slurmllm.core.plugins import OPTIMIZERS, PluginRef, split_prefix
 
 
 class RopeScaling(Section):
@@ -385,9 +385,7 @@ class TrainConfig(Section):
         return {"none": (), "selective": ("core",), "full": ("block",)}[setting]
 
 
-ADAMW = "adamw"  # the optimizer that every backend has
-MUON = "muon"  # of the native backend
-OPTIMIZERS = (ADAMW, MUON)  # others are of plugins
+ADAMW, MUON = OPTIMIZERS  # every backend has AdamW, the native one Muon
 PartName = Annotated[str, Field(pattern=r"^[A-Za-z][A-Za-z0-9_-]*$")]
 ModuleName = Annotated[str, Field(pattern=r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*$")]
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from slurmllm.core.config.data_sources import known_address
 from slurmllm.core.config.families import CHOSEN, EXTRAS, FAMILIES, gate_block
-from slurmllm.core.config.recipe import MUON, OptimConfig, num_warmup_steps
+from slurmllm.core.config.recipe import MUON, OptimConfig, TrainConfig, num_warmup_steps
 from slurmllm.core.config.variables import has_password
 from slurmllm.core.format import Texts
 
@@ -314,17 +314,26 @@ _require(
 )
 
 
-def _used_by_muon(name: str, optimizer: str, value: Any) -> str:
-    if optimizer == MUON or value == OptimConfig.model_fields[name].default:
-        return ""
-    return (
-        f"optim.{name}: {_yaml_text(value)} is for optim.name muon, and optim.name is {optimizer}; "
-        "leave it out, or set optim.name=muon"
-    )
+def _require_choice(
+    path: str, section: type[OptimConfig | TrainConfig], needs: str, choice: str
+) -> None:
+    """Refuse a value other than the default where no other choice uses it."""
+    default = section.model_fields[path.rpartition(".")[2]].default
+
+    def check(chosen: str, value: Any) -> str:
+        if value == default or chosen == choice:
+            return ""
+        return (
+            f"{path}: {_yaml_text(value)} is for {needs} {choice}, and {needs} is {chosen}; leave "
+            f"it out, or set {needs}={choice}"
+        )
+
+    RULES.append(((needs, path), check))
 
 
 for _name in ("adamw_lr", "momentum", "nesterov", "ns_steps", "adjust_lr_fn"):
-    RULES.append((("optim.name", f"optim.{_name}"), partial(_used_by_muon, _name)))
+    _require_choice(f"optim.{_name}", OptimConfig, "optim.name", MUON)
+_require_choice("train.fp8_recipe", TrainConfig, "train.precision", "fp8_mixed")
 
 
 @_rule("optim.warmup_steps", "optim.warmup_ratio", "optim.decay_steps", "train.steps")
