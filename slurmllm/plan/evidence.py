@@ -181,8 +181,8 @@ def evidence(candidate: LayoutEstimate) -> RunEvidence:
     if not runs:
         octaves = FAR
         reasons = [f"no published run on {cluster.name}"]
-        if others := generations(run for run in of_kind if run.is_on(hardware)):
-            reasons[0] += f" has software of {hardware.software}, only of {others}"
+        if years := generations(run for run in of_kind if run.is_on(hardware)):
+            reasons[0] += f" has software of {hardware.software}, only of {years}"
     if candidate.config.recipe.train.is_fp8:
         octaves += FAR
         reasons.append("no run in fp8_mixed is among the published ones")

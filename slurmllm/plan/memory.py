@@ -176,8 +176,8 @@ class StepMemory:
     def activations(self) -> int:
         """Return what all blocks of this worker, and the final norm, keep."""
         full = "block" in self.train.recomputed
-        kept = sum(self._stream() if full else self._block(layer) for layer in self.layers)
-        total = self.in_flight() * kept // self.mesh.virtual_pipeline
+        blocks = sum(self._stream() if full else self._block(layer) for layer in self.layers)
+        total = self.in_flight() * blocks // self.mesh.virtual_pipeline
         if self.stage == 0 and FAMILIES[self.model.family].embedding_norm:
             total += self.in_flight() * self._norm()
         return total + (self._norm() if self.stage == self.mesh.pipeline - 1 else 0)
@@ -239,7 +239,7 @@ class StepMemory:
         matrix = self.hidden * width * self.bytes
         recomputed = 0
         if "block" in self.train.recomputed:
-            recomputed = self._block()
+            recomputed = max(map(self._block, self.layers))
         elif "mlp" in self.train.recomputed:  # and its gathered input
             recomputed = self._feed_forward() + self.gathered
         return passing + matrix + recomputed
@@ -260,19 +260,23 @@ class StepMemory:
             return self._stream()
         return self._norm_copies * self.own_tokens * self.hidden * _FP32
 
-    def _block(self, layer: int | None = None) -> int:
-        """Return what a layer keeps; by default the largest one, of this worker's."""
-        if layer is None:
-            return max(map(self._block, self.layers))
-        model, tensor, recomputed = self.model, self.mesh.tensor, self.train.recomputed
-        queries = model.num_heads * model.head_width
-        keys = model.kv_heads * model.head_width
+    def _block(self, layer: int) -> int:
+        """Return what a layer keeps."""
+        model, recomputed = self.model, self.train.recomputed
         norms = (num_norms(model) - model.parallel_residual) * (
             self._stream() if "norm" in recomputed else self._norm()
         )
         # Both matrices' inputs, which norms before them have made, or the stream: gathered. A
         # recomputed feed-forward layer keeps its own input.
         norms += self.gathered + (self._stream() if "mlp" in recomputed else self.gathered)
+        total = norms + self._attention(layer)
+        return total + (0 if "mlp" in recomputed else self._feed_forward())
+
+    def _attention(self, layer: int) -> int:
+        """Return the outputs of qkv, of the norms of queries and keys, and of attention."""
+        model, tensor, recomputed = self.model, self.mesh.tensor, self.train.recomputed
+        queries = model.num_heads * model.head_width
+        keys = model.kv_heads * model.head_width
         shared = queries + 2 * keys + queries  # of qkv, and what attention gives
         recomputes_core = bool({"core", "block"} & {*recomputed})
         rotates = model.rotary_pct > 0 and model.layer_attention(layer).rope != "none"
@@ -285,16 +289,15 @@ class StepMemory:
         copied = dense and (capped or self.device == "cuda") and keys < queries
         if copied and not recomputes_core:
             shared += 2 * (queries - keys)  # copies of keys and values (`model/decoder.py`)
-        scores = self.tokens * model.num_heads // tensor * _FP32  # log-sums
+        size = self.tokens * model.num_heads // tensor * _FP32  # log-sums
         if capped and not recomputes_core:  # of tanh, of the softmax, and in the products' format
             converted = self.bytes if self.bytes < _FP32 else 0
-            scores *= model.seq_len * (self.bytes + _FP32 + converted) // _FP32
+            size *= model.seq_len * (self.bytes + _FP32 + converted) // _FP32
         if model.qk_norm and not self.train.compile and "norm" not in recomputed:
             # As `_norm`; in fp32 the norm's input is a part of what the matrix gave.
             copies = 1 if self.bytes == _FP32 else self._norm_copies
-            norms += copies * self.tokens * (queries + keys) // tensor * _FP32
-        total = norms + self.tokens * shared // tensor * self.bytes + scores
-        return total + (0 if "mlp" in recomputed else self._feed_forward())
+            size += copies * self.tokens * (queries + keys) // tensor * _FP32
+        return size + self.tokens * shared // tensor * self.bytes
 
     def _feed_forward(self) -> int:
         """Return the bytes of the inputs of the activation and of the last matrix.

@@ -106,8 +106,9 @@ def muon_shapes(model: ModelConfig) -> tuple[tuple[int, int], ...]:
     """Return the shapes of a block's matrices that Muon orthogonalizes, each on its own."""
     width, keys = model.hidden_size, model.kv_heads * model.head_width
     heads, ffn = model.num_heads * model.head_width, model.ffn_hidden_size
-    up = [(ffn, width)] * (2 if model.gated else 1)
-    return ((heads, width), (keys, width), (keys, width), (width, heads), *up, (width, ffn))
+    attention = (heads, width), (keys, width), (keys, width), (width, heads)
+    gate = [(ffn, width)] if model.gated else []
+    return (*attention, *gate, (ffn, width), (width, ffn))
 
 
 def _norm(name: str, model: ModelConfig) -> Shapes:

@@ -242,8 +242,8 @@ def softmax_gradient_(
     column = labels - share.first
     is_local = (column >= 0) & (column < share.rows)
     index = torch.where(is_local, column, 0).unsqueeze(-1)
-    own = _capped(logits.gather(1, index).squeeze(-1), softcap)
-    hit = torch.where(is_local, own, 0.0)
+    target_logit = _capped(logits.gather(1, index).squeeze(-1), softcap)
+    hit = torch.where(is_local, target_logit, 0.0)
     if share.group is not None:
         # The largest logit of all shards, so that no exponential overflows.
         common = largest.clone()
@@ -260,8 +260,8 @@ def softmax_gradient_(
     if not one_pass:
         # On CPUs scatter_add_ copies all logits twice if they are bf16.
         rows = torch.arange(len(logits), device=logits.device)
-        one = is_local.float()
+        one_hot = is_local.float()
         if softcap is not None:
-            one = one * (1 - (own / softcap).square())
-        logits.index_put_((rows, index.squeeze(-1)), -one.to(logits.dtype), accumulate=True)
+            one_hot = one_hot * (1 - (target_logit / softcap).square())
+        logits.index_put_((rows, index.squeeze(-1)), -one_hot.to(logits.dtype), accumulate=True)
     return (log_sum - hit).masked_fill(ignored, 0).sum()

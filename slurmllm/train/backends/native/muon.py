@@ -72,9 +72,12 @@ class MuonAdamW(torch.optim.Optimizer):
             raise ConfigError(f"optim.name: muon: torch {torch.__version__} has {fault}")
         self._newton_schulz, self._adjusted_lr = MUON_UPDATE.get()
         optim = recipe.optim
-        others = dict(named_parameters)
-        inside = [name for name, p in others.items() if name.startswith("layers.") and p.ndim == 2]
-        by_muon = {name: others.pop(name) for name in inside}
+        by_adamw = dict(named_parameters)
+        by_muon = {
+            name: by_adamw.pop(name)
+            for name, parameter in [*by_adamw.items()]
+            if name.startswith("layers.") and parameter.ndim == 2
+        }
         muon = torch.optim.Muon(
             by_muon.values(),
             optim.lr,
@@ -84,7 +87,7 @@ class MuonAdamW(torch.optim.Optimizer):
             ns_steps=optim.ns_steps,
             adjust_lr_fn=optim.adjust_lr_fn,
         )
-        self._adamw = make_adamw(others.items(), optim, recipe.train)
+        self._adamw = make_adamw(by_adamw.items(), optim, recipe.train)
         for options in self._adamw.param_groups:
             options["lr_scale"] = (optim.adamw_lr or optim.lr) / optim.lr
         super().__init__([*muon.param_groups, *self._adamw.param_groups], {})
@@ -107,10 +110,10 @@ class MuonAdamW(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         assert closure is None, "the loss is computed before"
-        muon, *others = self.param_groups
+        muon, *adamw = self.param_groups
         # State and groups are this optimizer's; a loaded checkpoint replaces them.
         self._adamw.state = self.state
-        self._adamw.param_groups = others
+        self._adamw.param_groups = adamw
         self._adamw.step()
         for parameter in muon["params"]:
             state = self.state[parameter]
@@ -151,12 +154,12 @@ class MuonAdamW(torch.optim.Optimizer):
 
     def _exchange(self, outgoing: Sequence[Tensor], sizes: Sequence[list[int]]) -> list[Tensor]:
         """Send a tensor to each worker; return one from each, of the given sizes."""
-        received = sent = torch.cat([part.flatten() for part in outgoing])
+        received = flat = torch.cat([tensor.flatten() for tensor in outgoing])
         counts = [math.prod(size) for size in sizes]
         if len(counts) > 1:
-            received = sent.new_empty(sum(counts))
-            lengths = [part.numel() for part in outgoing]
-            dist.all_to_all_single(received, sent, counts, lengths, self._group)
+            received = flat.new_empty(sum(counts))
+            lengths = [tensor.numel() for tensor in outgoing]
+            dist.all_to_all_single(received, flat, counts, lengths, self._group)
         return [*map(Tensor.view, received.split(counts), sizes)]
 
 
@@ -167,13 +170,13 @@ def _matrices(
 
     Number 0 of a parameter has no rows.
     """
-    everywhere: list[Any] = [None] * dist.get_world_size(group)
+    everywhere: list[Any] = [None for _ in range(dist.get_world_size(group))]
     dist.all_gather_object(everywhere, [*map(local_region, parameters.values())], group)
     for number, (name, parameter) in enumerate(parameters.items()):
         start = local_region(parameter)[0].start
         layout = LAYOUTS[_LAYOUTS.get(name.split(".")[-2], "same")]
         every = torch.arange(len(parameter))
-        for part, rows in enumerate([every[:0], *layout.split(model, every)]):
+        for index, rows in enumerate([every[:0], *layout.split(model, every)]):
             regions = []
             for down, across in (worker[number] for worker in everywhere):
                 # The rows ascend, so that a worker's are neighbours in the matrix.
@@ -181,4 +184,4 @@ def _matrices(
                 regions.append((slice(*ends.tolist()), across))
             here = rows[regions[dist.get_rank(group)][0]] - start
             shape = torch.Size([len(rows), parameter.shape[1]])
-            yield f"{name} {part}", Matrix(parameter, shape, regions, here.to(parameter.device))
+            yield f"{name} {index}", Matrix(parameter, shape, regions, here.to(parameter.device))
