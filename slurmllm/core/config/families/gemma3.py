@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from slurmllm.core.config.families.family import LayerKeys, module_table
-from slurmllm.core.config.families.llama import LLAMA
+from slurmllm.core.config.families.llama import LATER_LLAMA
 
-_THEIRS = LLAMA.hugging_face
+_THEIRS = LATER_LLAMA.hugging_face
 _MODULES = """
     embed                         same     model.embed_tokens
     layers.{}.attention_norm      same     .input_layernorm
@@ -25,21 +25,16 @@ _MODULES = """
 """
 
 GEMMA3 = replace(
-    LLAMA,
+    LATER_LLAMA,
     name="gemma3",
     defaults={
-        **LLAMA.defaults,
+        **LATER_LLAMA.defaults,
         "activation": "gelu_tanh",
-        "qk_norm": True,
         "tied_embeddings": True,
     },
-    choices={
-        **LLAMA.choices,
-        "activation": ("gelu_tanh", "gelu", "silu"),
-        "mlp_bias": (False,),
-        "qk_norm": (True,),
-    },
-    optional=LLAMA.optional | {"attention_pattern", "query_pre_attn_scalar", "logits_softcap"},
+    choices={**LATER_LLAMA.choices, "activation": ("gelu_tanh", "gelu", "silu")},
+    optional=LATER_LLAMA.optional
+    | {"attention_pattern", "query_pre_attn_scalar", "logits_softcap"},
     norm_places="both",
     norm_weight="one_plus",
     scaled_embedding=True,
@@ -50,7 +45,7 @@ GEMMA3 = replace(
         causal="Gemma3ForCausalLM",
         base="Gemma3TextModel",
         keys={
-            **{name: key for name, key in _THEIRS.keys.items() if name != "mlp_bias"},
+            **_THEIRS.keys,
             "vocab_size": ("vocab_size", 262208),
             "hidden_size": ("hidden_size", 2304),
             "ffn_hidden_size": ("intermediate_size", 9216),

@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from slurmllm.core.config.families.family import LATER_KEYS, Family, HuggingFaceModel, module_table
 
 _MODULES = """
@@ -58,5 +60,18 @@ LLAMA = Family(
         modules=module_table("model.layers.{}", _MODULES),
         prefix="model.",
         buffers=r"rotary_emb\.inv_freq$",
+    ),
+)
+
+# Later models: norms of queries and keys, and no biases in the feed-forward layer, of which their
+# config.json says nothing.
+_KEYS = LLAMA.hugging_face.keys
+LATER_LLAMA = replace(
+    LLAMA,
+    defaults={**LLAMA.defaults, "qk_norm": True},
+    choices={**LLAMA.choices, "mlp_bias": (False,), "qk_norm": (True,)},
+    hugging_face=replace(
+        LLAMA.hugging_face,
+        keys={name: key for name, key in _KEYS.items() if name != "mlp_bias"},
     ),
 )

@@ -21,11 +21,7 @@ MISTRAL = replace(
         causal="MistralForCausalLM",
         base="MistralModel",
         keys={
-            **{
-                name: key
-                for name, key in _THEIRS.keys.items()
-                if name not in ("attention_bias", "mlp_bias")
-            },
+            **{name: key for name, key in _THEIRS.keys.items() if not name.endswith("_bias")},
             "seq_len": ("max_position_embeddings", 131072),
             "num_kv_heads": ("num_key_value_heads", 8),
         },

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from slurmllm.core.config.families.family import module_table
-from slurmllm.core.config.families.llama import LLAMA
+from slurmllm.core.config.families.llama import LATER_LLAMA
 
-_THEIRS = LLAMA.hugging_face
+_THEIRS = LATER_LLAMA.hugging_face
 _MODULES = """
     embed                    same         model.embed_tokens
     layers.{}.attention.qkv  swapped_qkv  .self_attn.q_proj .self_attn.k_proj .self_attn.v_proj
@@ -18,17 +18,12 @@ _MODULES = """
 """
 
 NANOCHAT = replace(
-    LLAMA,
+    LATER_LLAMA,
     name="nanochat",
     gated=False,
-    defaults={**LLAMA.defaults, "activation": "relu2", "qk_norm": True},
-    choices={
-        **LLAMA.choices,
-        "activation": ("relu2", "gelu", "gelu_tanh", "silu"),
-        "mlp_bias": (False,),
-        "qk_norm": (True,),
-    },
-    optional=LLAMA.optional | {"logits_softcap"},
+    defaults={**LATER_LLAMA.defaults, "activation": "relu2"},
+    choices={**LATER_LLAMA.choices, "activation": ("relu2", "gelu", "gelu_tanh", "silu")},
+    optional=LATER_LLAMA.optional | {"logits_softcap"},
     norm_weight="none",
     embedding_norm=True,
     qk_norm_after_rotation=True,
@@ -39,7 +34,7 @@ NANOCHAT = replace(
         causal="NanoChatForCausalLM",
         base="NanoChatModel",
         keys={
-            **{name: key for name, key in _THEIRS.keys.items() if name != "mlp_bias"},
+            **_THEIRS.keys,
             "activation": ("hidden_act", "relu2"),
             "logits_softcap": ("final_logit_softcapping", 15.0),
         },

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from slurmllm.core.config.families.family import LayerKeys, module_table
-from slurmllm.core.config.families.llama import LLAMA
+from slurmllm.core.config.families.llama import LATER_LLAMA
 
-_THEIRS = LLAMA.hugging_face
+_THEIRS = LATER_LLAMA.hugging_face
 _MODULES = """
     embed                         same     model.embed_tokens
     layers.{}.attention.qkv       qkv      .self_attn.q_proj .self_attn.k_proj .self_attn.v_proj
@@ -23,11 +23,9 @@ _MODULES = """
 """
 
 OLMO3 = replace(
-    LLAMA,
+    LATER_LLAMA,
     name="olmo3",
-    defaults={**LLAMA.defaults, "qk_norm": True},
-    choices={**LLAMA.choices, "mlp_bias": (False,), "qk_norm": (True,)},
-    optional=LLAMA.optional | {"attention_pattern"},
+    optional=LATER_LLAMA.optional | {"attention_pattern"},
     norm_places="after",
     qk_norm_over="vector",
     # transformers/models/olmo3
@@ -37,7 +35,7 @@ OLMO3 = replace(
         causal="Olmo3ForCausalLM",
         base="Olmo3Model",
         keys={
-            **{name: key for name, key in _THEIRS.keys.items() if name != "mlp_bias"},
+            **_THEIRS.keys,
             "norm_eps": ("rms_norm_eps", 1e-5),
         },
         written={**_THEIRS.written, "pad_token_id": None},

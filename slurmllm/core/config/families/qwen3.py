@@ -5,15 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 from slurmllm.core.config.families.family import ModuleMapping
-from slurmllm.core.config.families.llama import LLAMA
+from slurmllm.core.config.families.llama import LATER_LLAMA
 
-_THEIRS = LLAMA.hugging_face
+_THEIRS = LATER_LLAMA.hugging_face
 
 QWEN3 = replace(
-    LLAMA,
+    LATER_LLAMA,
     name="qwen3",
-    defaults={**LLAMA.defaults, "qk_norm": True},
-    choices={**LLAMA.choices, "mlp_bias": (False,), "qk_norm": (True,)},
     # transformers/models/qwen3: Llama's names and two norms more.
     hugging_face=replace(
         _THEIRS,
@@ -21,7 +19,7 @@ QWEN3 = replace(
         causal="Qwen3ForCausalLM",
         base="Qwen3Model",
         keys={
-            **{name: key for name, key in _THEIRS.keys.items() if name != "mlp_bias"},
+            **_THEIRS.keys,
             "seq_len": ("max_position_embeddings", 32768),
             "num_kv_heads": ("num_key_value_heads", 32),
             "head_dim": ("head_dim", 128),
