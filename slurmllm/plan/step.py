@@ -124,7 +124,7 @@ def stage_to_stage_s(size: float, mesh: Mesh, hardware: Hardware) -> float:
     """Time for each worker of a pipeline stage to send `size` bytes to the next stage, s."""
     if mesh.pipeline == 1:
         return 0.0
-    stage = mesh.tensor * mesh.data
+    stage = mesh.stage_workers
     if stage * mesh.pipeline <= mesh.devices_per_node:
         link = hardware.node_link_gb_s * hardware.node_link_efficiency * 1e9
         return size / link + hardware.node_link_latency_us * 1e-6

@@ -22,6 +22,7 @@ from torch.nn.attention.flex_attention import BlockMask
 
 if TYPE_CHECKING:
     from slurmllm.core.config.recipe import RopeScaling
+    from slurmllm.core.format import Values
 
 
 def rotary_dims(head_dim: int, pct: float) -> int:
@@ -64,42 +65,40 @@ def _frequencies(
     if scaling.kind == "linear":
         return frequencies / scaling.factor, 1.0
     if scaling.kind == "llama3":
-        return _llama3_frequencies(frequencies, scaling), 1.0
+        return _llama3_frequencies(frequencies, scaling.model_dump()), 1.0
+    fields = scaling.model_dump()
     divided = 1.0 / (scaling.factor * lengths)
-    share = 1 - _yarn_ramp(rotated, base, scaling)
-    return divided * (1 - share) + frequencies * share, _yarn_attention_factor(scaling)
+    share = 1 - _yarn_ramp(rotated, base, fields)
+    return divided * (1 - share) + frequencies * share, _yarn_attention_factor(fields)
 
 
-def _llama3_frequencies(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
-    low = scaling.low_freq_factor
-    high = scaling.high_freq_factor
-    original = scaling.original_max_position_embeddings
-    assert low is not None
-    assert high is not None
-    assert original is not None
+def _llama3_frequencies(frequencies: Tensor, fields: Values) -> Tensor:
+    low = fields["low_freq_factor"]
+    high = fields["high_freq_factor"]
+    original = fields["original_max_position_embeddings"]
+    factor = fields["factor"]
     lengths = 2 * math.pi / frequencies  # of one turn, tokens
-    divided = torch.where(lengths > original / low, frequencies / scaling.factor, frequencies)
+    divided = torch.where(lengths > original / low, frequencies / factor, frequencies)
     share = (original / lengths - low) / (high - low)
-    blended = (1 - share) * divided / scaling.factor + share * divided
+    blended = (1 - share) * divided / factor + share * divided
     between = (lengths >= original / high) & (lengths <= original / low)
     return torch.where(between, blended, divided)
 
 
-def _yarn_ramp(rotated: int, base: float, scaling: RopeScaling) -> Tensor:
+def _yarn_ramp(rotated: int, base: float, fields: Values) -> Tensor:
     """Return the share of the factor that each frequency is divided by, [rotated / 2].
 
     Peng et al. 2023 (arXiv 2309.00071), equations 17 and 18.
     """
 
-    def dimension(turns: float | None) -> float:
-        original = scaling.original_max_position_embeddings
-        assert turns is not None
-        assert original is not None
+    original = fields["original_max_position_embeddings"]
+
+    def dimension(turns: float) -> float:
         return (rotated * math.log(original / (turns * 2 * math.pi))) / (2 * math.log(base))
 
-    first = dimension(scaling.beta_fast)
-    last = dimension(scaling.beta_slow)
-    if scaling.truncate:
+    first = dimension(fields["beta_fast"])
+    last = dimension(fields["beta_slow"])
+    if fields["truncate"]:
         first = math.floor(first)
         last = math.ceil(last)
     first = max(first, 0)
@@ -110,22 +109,20 @@ def _yarn_ramp(rotated: int, base: float, scaling: RopeScaling) -> Tensor:
     return ((dimensions - first) / (last - first)).clamp(0, 1)
 
 
-def _yarn_attention_factor(scaling: RopeScaling) -> float:
-    if scaling.attention_factor is not None:
-        return scaling.attention_factor
-    log = math.log(scaling.factor)
-    if scaling.mscale is None or scaling.mscale_all_dim is None:
-        return 0.1 * log + 1.0
-    return (0.1 * scaling.mscale * log + 1.0) / (0.1 * scaling.mscale_all_dim * log + 1.0)
+def _yarn_attention_factor(fields: Values) -> float:
+    if "attention_factor" in fields:
+        return float(fields["attention_factor"])
+    log = math.log(fields["factor"])
+    scale = 0.1 * fields.get("mscale", 1.0) * log + 1.0
+    return float(scale / (0.1 * fields.get("mscale_all_dim", 0.0) * log + 1.0))
 
 
 def rotate(x: Tensor, table: Tensor) -> Tensor:
     """Rotate queries or keys, [batch, seq, heads, head_dim], in the precision of the table.
 
-    `table` is [2, seq, head_dim / 2] of `rotary_table`, or [2, batch, seq, head_dim / 2].
+    `table` is [2, at least seq, head_dim / 2] of `rotary_table`, or [2, batch, …].
     """
-    cos = table[0].unsqueeze(-2)
-    sin = table[1].unsqueeze(-2)
+    cos, sin = table[..., : x.shape[-3], :].unsqueeze(-2)
     # Halves and one concatenation: 4.1 ms compiled on two CPU cores for [4, 512, 12, 64], forward
     # and backward, where a swap by flip takes 47 ms and by roll 5.7 ms.
     first, second = x.chunk(2, dim=-1)

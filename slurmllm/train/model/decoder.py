@@ -71,14 +71,8 @@ class Attention(nn.Module):
         self.group = config.num_heads // config.kv_heads
         rows = config.kv_heads * (self.group + 2) * self.head_dim
         self.qkv = nn.Linear(config.hidden_size, rows, bias=config.attention_bias)
-        self.q_norm: nn.Module | None = None
-        self.k_norm: nn.Module | None = None
-        if config.qk_norm and family.qk_norm_over == "vector":
-            self.q_norm = VectorNorm(config.num_heads * self.head_dim, eps=config.norm_eps)
-            self.k_norm = VectorNorm(config.kv_heads * self.head_dim, eps=config.norm_eps)
-        elif config.qk_norm:  # one weight for all heads
-            self.q_norm = make_rms_norm(config, self.head_dim)
-            self.k_norm = make_rms_norm(config, self.head_dim)
+        self.q_norm = make_head_norm(config, config.num_heads)
+        self.k_norm = make_head_norm(config, config.kv_heads)
         use_rotary = config.rotary_pct > 0 and kind.rope != "none"
         self.rotates_first = use_rotary and config.qk_norm and family.qk_norm_after_rotation
         scalar = config.query_pre_attn_scalar
@@ -99,12 +93,10 @@ class Attention(nn.Module):
         q = q.flatten(2, 3)
         k = k.squeeze(-2)
         if self.rotates_first:
-            rotary = rotary[..., : q.shape[1], :]
             q = rotate(q, rotary)
             k = rotate(k, rotary)
-        if self.q_norm is not None and self.k_norm is not None:
-            q = self.q_norm(q)
-            k = self.k_norm(k)
+        q = _normed(self.q_norm, q)
+        k = _normed(self.k_norm, k)
         out: Tensor = self.out(self.core(q, k, v.squeeze(-2), rotary, mask))
         return out
 
@@ -137,25 +129,10 @@ class CausalCore(nn.Module):
         `rotary` is [2, at least seq, head_dim / 2], or [2, batch, …] if sequences differ.
         """
         if self.use_rotary:
-            rotary = rotary[..., : q.shape[1], :]
             q = rotate(q, rotary)
             k = rotate(k, rotary)
         grouped = self.grouped
-        if isinstance(mask, BlockMask):
-            q = q.transpose(1, 2)
-            k = k.transpose(1, 2)
-            v = v.transpose(1, 2)
-            attended = flex_attention(
-                q,
-                k,
-                v,
-                None if self.softcap is None else self._capped,
-                block_mask=mask,
-                scale=self.scale,
-                enable_gqa=grouped,
-            )
-            return attended.transpose(1, 2).flatten(2)
-        if grouped and mask is not None and (self.softcap is not None or not q.is_cpu):
+        if grouped and isinstance(mask, Tensor) and (self.softcap is not None or not q.is_cpu):
             # CUDA's flash kernel takes no mask, its memory-efficient one no groups: with both,
             # torch may compute all scores as a tensor (2.9 to 2.13, sdp_utils.cpp).
             copies = q.shape[2] // k.shape[2]
@@ -165,7 +142,17 @@ class CausalCore(nn.Module):
         q = q.transpose(1, 2)
         k = k.transpose(1, 2)
         v = v.transpose(1, 2)
-        if self.softcap is not None:
+        if isinstance(mask, BlockMask):
+            attended = flex_attention(
+                q,
+                k,
+                v,
+                None if self.softcap is None else self._capped,
+                block_mask=mask,
+                scale=self.scale,
+                enable_gqa=grouped,
+            )
+        elif self.softcap is not None:
             assert mask is not None
             scale = q.shape[-1] ** -0.5 if self.scale is None else self.scale
             scores = self._capped(torch.matmul(q, k.transpose(-1, -2)) * scale) + mask
@@ -396,6 +383,15 @@ def make_norm(config: ModelConfig) -> nn.Module:
         return make_rms_norm(config, config.hidden_size)
     has_weight = family.norm_weight != "none"
     return nn.LayerNorm(config.hidden_size, config.norm_eps, elementwise_affine=has_weight)
+
+
+def make_head_norm(config: ModelConfig, heads: int) -> nn.RMSNorm | None:
+    """Return the norm of so many heads' queries or keys, None without one."""
+    if not config.qk_norm:
+        return None
+    if FAMILIES[config.family].qk_norm_over == "vector":
+        return VectorNorm(heads * config.head_width, config.norm_eps)
+    return make_rms_norm(config, config.head_width)  # one weight for all heads
 
 
 def make_rms_norm(config: ModelConfig, width: int) -> nn.RMSNorm:
