@@ -33,6 +33,7 @@ T = TypeVar("T")
 # Kinds whose parts commands on the login node use themselves, which must not load torch.
 _WITHOUT_TORCH = ("models", "data_sources")
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]*")
+_BUILT_IN = {("optimizers", name) for name in OPTIMIZERS}
 _registered: dict[tuple[Kind, str], object] = {}
 _torch_loaders: set[tuple[Kind, str]] = set()  # parts whose import loaded torch
 
@@ -57,7 +58,7 @@ def register(kind: Kind, name: str) -> Callable[[T], T]:
     """
     if kind not in KINDS:
         raise ConfigError(f"register({kind!r}, {name!r}): unknown kind; choose {', '.join(KINDS)}")
-    if kind == "optimizers" and name in OPTIMIZERS:
+    if (kind, name) in _BUILT_IN:
         raise ConfigError(f"register({kind!r}, {name!r}): slurmllm has one of this name; rename it")
 
     def decorate(plugin: T) -> T:
@@ -98,9 +99,8 @@ def find(kind: Kind, name: str, path: str, modules: Sequence[str] = ()) -> objec
     elif key not in _registered:
         import_modules(modules)
     if key not in _registered:
-        names = {other for of_kind, other in _registered if of_kind == kind}
+        names = {other for of_kind, other in [*_registered, *_BUILT_IN] if of_kind == kind}
         names |= entry_points(group=group(kind)).names
-        names |= set(OPTIMIZERS if kind == "optimizers" else ())
         raise ConfigError(
             f"{label} is unknown: no installed package has it in entry-point group {group(kind)} "
             f"(known: {', '.join(sorted(names)) or 'none'}), and no module in plugins registers "

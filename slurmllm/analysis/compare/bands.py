@@ -301,7 +301,7 @@ def precision_basis(
                 f"give those of A, B, … by --precision P,P with P one of {', '.join(SPACINGS)}"
             )
     a, b = (str(name or record) for name, record in zip(named, recorded, strict=True))
-    why = "requested" if requested else "selected because only train.precision differs"
+    why = "requested" if requested else "selected because only the precision differs"
     return Basis(kind="precision", reason=why, precisions=(a, b))
 
 

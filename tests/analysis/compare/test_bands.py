@@ -150,7 +150,7 @@ def test_chosen_if_nothing_else_that_is_recorded_differs(runs: dict[str, Floats]
     stochastic = make_curve(b, "b", train__precision="bf16_sr", optim__weight_decay=0.01)
     chosen = compare(mixed, stochastic)
     assert chosen.basis.kind == "precision"
-    assert chosen.basis.reason == "selected because only train.precision differs"
+    assert chosen.basis.reason == "selected because only the precision differs"
     assert not [warning for warning in chosen.warnings if "although" in warning]
     assert chosen.settings, "it stays on record"
     assert compare(mixed, stochastic, basis="tolerance").basis.kind == "tolerance"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import importlib.metadata
 import importlib.util
-import math
 import platform
 import re
 from collections.abc import Mapping
@@ -198,25 +197,23 @@ def _fp8_sizes(recipe: Recipe) -> list[str]:
     micro_batch = recipe.train.micro_batch
     rows = micro_batch if isinstance(micro_batch, int) else 1  # auto: any number
     attention_in, attention_out, _, feed_forward_out = block_products(model, 1, tensor)
-    hidden = model.hidden_size
-    heads = attention_out.k, attention_in.n
+    hidden, heads = model.hidden_size, [attention_out.k, attention_in.n]
     # Setting, its value, the factor that its multiple has besides 16, and sizes that it decides.
-    settings: list[tuple[str, int, int, tuple[int, ...]]] = [
-        ("ffn_hidden_size", model.ffn_hidden_size, tensor, (feed_forward_out.k,)),
-        ("seq_len", model.seq_len, 1, (rows * model.seq_len,)),
+    settings = [
+        ("ffn_hidden_size", model.ffn_hidden_size, tensor, [feed_forward_out.k]),
+        ("seq_len", model.seq_len, 1, [rows * model.seq_len]),
     ]
     if model.head_dim is None:
-        settings.append(("hidden_size", hidden, model.num_heads, (hidden, *heads)))
+        settings.append(("hidden_size", hidden, model.num_heads, [hidden, *heads]))
     else:
-        settings += [("hidden_size", hidden, 1, (hidden,)), ("head_dim", model.head_dim, 1, heads)]
+        settings += [("hidden_size", hidden, 1, [hidden]), ("head_dim", model.head_dim, 1, heads)]
     return [
         f"model.{name}: {value}: a worker's products have {sizes[0]} "
         f"{'tokens' if name == 'seq_len' else 'columns'}, no multiple of {_FP8_MULTIPLE}, as fp8 "
-        f"needs; make it {math.ceil(value / multiple) * multiple}, or --set "
+        f"needs; make it {value - value % -(factor * _FP8_MULTIPLE)}, or --set "
         "train.precision=bf16_mixed"
         for name, value, factor, all_sizes in settings
         if (sizes := [size for size in all_sizes if size % _FP8_MULTIPLE])
-        and (multiple := _FP8_MULTIPLE * factor)
     ]
 
 
