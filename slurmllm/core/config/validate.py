@@ -72,7 +72,8 @@ def validate(
     if values.get("parallel.auto") is True and not is_set("parallel.pipeline", origins):
         # The planner will choose it: the rules on layers must not judge the default.
         values.pop("parallel.pipeline", None)
-    # A rule is checked only if all of its fields are valid in themselves.
+    # A rule is checked only if all of its fields are valid in themselves, elements of lists too.
+    bad |= {fault.rpartition(".")[0] for fault in bad}.intersection(leaves)
     valid = {
         path: value
         for path, value in values.items()

@@ -193,12 +193,15 @@ def model_differences(stored: ModelConfig, required: ModelConfig) -> list[str]:
     """Compare a checkpoint's model with a recipe's; return one line per incompatible field."""
     a, b = (
         {
-            **{name: value for name, value in model if name not in _IGNORED_FIELDS},
+            **model.model_dump(mode="json", exclude=_IGNORED_FIELDS),
             "num_kv_heads": model.kv_heads,
             "head_dim": model.head_width,
         }
         for model in (stored, required)
     )
+    if _attention(stored) == _attention(required):
+        for name in ("rotary_base", "rope_scaling", "attention_pattern"):
+            b[name] = a[name]
     # Learned positions are parameters: a shorter table has no rows for the last positions.
     if FAMILIES[stored.family].positions == "learned" and stored.seq_len < required.seq_len:
         a["seq_len"] = stored.seq_len
@@ -208,6 +211,12 @@ def model_differences(stored: ModelConfig, required: ModelConfig) -> list[str]:
         for name in a
         if a[name] != b[name]
     ]
+
+
+def _attention(model: ModelConfig) -> list[object]:
+    """Return what the fields on attention make of each layer: several values may make the same."""
+    kinds = map(model.layer_attention, range(model.num_layers))
+    return [(k.window, k.rope if k.rope == "none" else model.rotary_scheme(k)) for k in kinds]
 
 
 def require_model(directory: Path, required: ModelConfig) -> Origin:

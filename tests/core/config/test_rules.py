@@ -51,6 +51,7 @@ tiny_llama | GEMMA model.attention_pattern=[{"rope":0}] | rope: 0: must be none,
 tiny_llama | model.query_pre_attn_scalar=0 | must be greater than 0
 tiny_mistral | PATTERN[{"window":4},{}] | has layers with and without a window; give all the same
 tiny_smollm3 | PATTERN[{"window":4},{"window":5}] | has windows of several lengths; choose one
+tiny_smollm3 | PATTERN[{"rope":"all"}] | attention_pattern.rope: 'all': must be none, or a base
 tiny_smollm3 | PATTERN[{"rope":9.5}] | has layers with another base; set model.rotary_base for all
 tiny_olmo3 | PATTERN[{"window":4},{"rope":"none"}] | has layers without rotary positions; leave rop
 tiny_gemma3 | PATTERN[{"rope":9.5},{"rope":8.5}] | has several bases for layers with the same windo

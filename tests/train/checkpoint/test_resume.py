@@ -5,11 +5,13 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from command_line import call, refused
 from made_records import save_attempt, save_skips, save_submission
 
+from slurmllm.core.config.recipe import ModelConfig
 from slurmllm.core.config.resolve import change
 from slurmllm.core.errors import CheckpointError, RunError, StorageError
 from slurmllm.core.run.artifact_records import DataRecord
@@ -421,6 +423,21 @@ def test_a_head_width_is_compared_as_a_number() -> None:
     wider = llama.model_copy(update={"head_dim": 2 * llama.head_width})
     (line,) = model_differences(llama, wider)
     assert line.startswith("model.head_dim: the checkpoint has")
+
+
+def test_attention_is_compared_by_what_its_layers_have() -> None:
+    window, local = {"window": 8}, {"window": 8, "rope": 100.0}
+    values = RECIPE.model.model_dump() | {"family": "gemma3", "num_layers": 2}
+
+    def model(pattern: list[dict[str, Any]], base: float) -> ModelConfig:
+        fields = {"attention_pattern": pattern, "rotary_base": base}
+        return ModelConfig.model_validate(values | fields)
+
+    # As an import has the base: of the layers that there are.
+    assert model_differences(model([window], 100.0), model([local], 500.0)) == []
+    line, pattern = model_differences(model([window], 100.0), model([local, {}], 500.0))
+    assert line == "model.rotary_base: the checkpoint has 100.0, the recipe 500.0"
+    assert pattern.startswith("model.attention_pattern: the checkpoint has [{'window': 8, 'rope': ")
 
 
 def test_settings_are_compared_before_a_resume(tmp_path: Path) -> None:
