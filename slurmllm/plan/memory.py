@@ -127,7 +127,7 @@ def dense_mask_warning(config: RunConfig) -> list[str]:
     mask = count * length**2 * (1 if config.backend == "nxd" else formats(config).computed)
     if mask <= _MASK_SHARE * hardware.usable_bytes:
         return []
-    fix = "a smaller model.seq_len"
+    fix = "choose a smaller model.seq_len"
     if config.cluster.device == "cuda" and not recipe.train.compile:
         fix = "--set train.compile=true, which needs no such mask"
     elif documents:

@@ -159,4 +159,4 @@ def test_large_masks_of_windows_are_warned_of() -> None:
     (warning,) = dense_mask_warning(resolve("gemma3_1b", "local", [*long, "data.mask=document"]))
     assert "the 2 masks of one sequence of 131,072 tokens take 64.00 of" in warning
     (warning,) = dense_mask_warning(resolve("gemma3_1b", "local", long))
-    assert warning.endswith("computes all pairs of tokens; a smaller model.seq_len")
+    assert warning.endswith("computes all pairs of tokens; choose a smaller model.seq_len")

@@ -236,7 +236,7 @@ def test_a_dense_mask_that_is_large() -> None:
     assert warning.endswith("--set train.compile=true, which needs no such mask")
     (warning,) = dense_mask_warning(resolve("llama3_8b", "local", LONG))
     assert "32.00 of 7.50 GiB" in warning
-    assert warning.endswith("--set data.mask=none, or a smaller model.seq_len")
+    assert warning.endswith("--set data.mask=none, or choose a smaller model.seq_len")
     layout = ["parallel={tensor: 4}", "train.micro_batch=1"]
     layout += ["train.activation_checkpointing=selective", "train.compile=false"]
     config = resolve("llama3_8b", "p5", [*LONG, *layout])
