@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from slurmllm.analysis.evaluate.scores import ScoreTable, with_error
-from slurmllm.analysis.report.facts import FIRST_STEPS, RunFacts, Runs, ScalingRow
+from slurmllm.analysis.report.facts import FIRST_STEPS, Rate, RunFacts, Runs, ScalingRow
 from slurmllm.analysis.status.recoveries import RECOVERY_PHASES, FailureRecovery, sum_by_ending
 from slurmllm.analysis.status.utilization import Utilization, sum_utilization
 from slurmllm.core.config.load import LenientConfig
@@ -145,6 +145,10 @@ def verdict(facts: RunFacts) -> str:
     return " ".join(f"{sentence}." for sentence in sentences if sentence)
 
 
+def _mfu(facts: RunFacts, rate: Rate) -> str:
+    return format_mfu(rate.mfu, facts.configuration.text("train.precision"))
+
+
 def throughput(facts: RunFacts) -> Figures:
     """Return throughput and cost of a run by heading."""
     rate = facts.rate
@@ -156,7 +160,7 @@ def throughput(facts: RunFacts) -> Figures:
         "seq/s, mean of all steps": format_number(rate.seq_per_s) if rate else None,
         "tokens/s": format_number(rate.tokens_per_s) if rate else None,
         "a step, median, s": format_number(rate.step_s) if rate else None,
-        "MFU": format_mfu(rate.mfu, facts.configuration.text("train.precision")) if rate else None,
+        "MFU": _mfu(facts, rate) if rate else None,
         "tokens/$": format_count(rate.tokens_per_usd) if rate else None,
         "tokens/$, losses and waits included": format_count(facts.tokens_per_usd_bought),
     }
@@ -317,7 +321,8 @@ def scaling_table(rows: Sequence[ScalingRow]) -> Table:
     return Table.from_rows(
         [
             {heading: form(values[key]) for heading, (key, form) in _SCALING.items()}
-            for values in (row.to_json() for row in rows)
+            | {"MFU": _mfu(row.facts, row.rate)}
+            for values, row in ((row.to_json(), row) for row in rows)
         ]
     )
 

@@ -20,6 +20,7 @@ from training_rows import make_row, write_rows
 from slurmllm.analysis.report.facts import RunFacts, per_s, scaling_rows
 from slurmllm.analysis.report.figures import figures
 from slurmllm.analysis.report.sources import name_and_compare, read_run_facts
+from slurmllm.analysis.report.tables import scaling_table
 from slurmllm.analysis.report.write import sections, to_html
 from slurmllm.core.config.load import load
 from slurmllm.core.metrics.curves import Curve, piece_means, thin_rows
@@ -95,6 +96,12 @@ def test_scaling_is_against_the_fewest_nodes(tmp_path: Path) -> None:
     rows = scaling_rows([read(run)])
     assert [(row.rate.nodes, row.rate.steps) for row in rows] == [(4, 30), (8, 30)]
     assert [row.degrees[2] for row in rows] == [4, 8]
+    config = run.config.read_text()
+    assert "precision: bf16_sr" in config
+    run.config.write_text(config.replace("precision: bf16_sr", "precision: fp8_mixed"))
+    table = scaling_table(scaling_rows([read(run)]))
+    mfu = table.headings.index("MFU")
+    assert all(cells[mfu].endswith(" % of bf16") for cells in table.rows)
 
 
 def test_states(tmp_path: Path) -> None:
