@@ -187,14 +187,16 @@ class StepMemory:
 
         Masks of windows alone are one for all sequences.
         """
-        model, kinds = self.model, map(self.model.layer_attention, self.layers)
+        model = self.model
         count = len(masked_windows(model, self.layers, self.masked))
         tokens = self.tokens if self.masked or self.block_masks else model.seq_len
         mask = model.seq_len * self.bytes
         if self.block_masks:  # partial and full blocks, by queries and by keys; first keys
             mask = (4 * math.ceil(model.seq_len / BLOCK**2) + 1) * _INT32
-        schemes = {model.rotary_scheme(kind) for kind in kinds} if self.masked else ()
-        rotations = len(schemes) * model.head_width * _FP32 if model.rotary_pct > 0 else 0
+        rotations = 0
+        if self.masked and model.rotary_pct > 0:
+            schemes = {model.rotary_scheme(model.layer_kinds[layer]) for layer in self.layers}
+            rotations = len(schemes) * model.head_width * _FP32
         return self.in_flight() * (tokens * count * mask + self.tokens * rotations)
 
     def batches(self) -> int:
@@ -279,7 +281,7 @@ class StepMemory:
         keys = model.kv_heads * model.head_width
         shared = queries + 2 * keys + queries  # of qkv, and what attention gives
         recomputes_core = bool({"core", "block"} & {*recomputed})
-        rotates = model.rotary_pct > 0 and model.layer_attention(layer).rope != "none"
+        rotates = model.rotary_pct > 0 and model.layer_kinds[layer].rope != "none"
         if (model.qk_norm and "block" not in recomputed) or (rotates and not recomputes_core):
             shared += queries + keys
         elif "core" in recomputed and keys < queries and not self.train.compile:

@@ -293,8 +293,8 @@ def head_product(model: ModelConfig, tokens: int, tensor: int) -> Product:
 @lru_cache(maxsize=256)
 def layer_windows(model: ModelConfig) -> tuple[int, ...]:
     """Return for each layer how many tokens a token attends to at most: a window, or all."""
-    kinds = (model.layer_attention(index) for index in range(model.num_layers))
-    return tuple(min(kind.window or model.seq_len, model.seq_len) for kind in kinds)
+    length = model.seq_len
+    return tuple(min(kind.window or length, length) for kind in model.layer_kinds)
 
 
 def attention_pairs(length: int, window: int) -> int:

@@ -61,7 +61,7 @@ def attention_fields(values: Values, family: Family, count: Any, faults: list[st
     for layer in layers:
         rope = ropes.get(_SLIDING if layer["window"] else _FULL, shared)
         if layer["rope"] is None and rope != shared:
-            layer["rope"] = float(rope.base) if type(rope.base) is int else rope.base
+            layer["rope"] = rope.base
     return fields
 
 
@@ -130,7 +130,7 @@ def _ropes(values: Values, family: Family, types: set[str], faults: list[str]) -
             if name not in bases
         ]
     ropes = {}
-    for name in types.intersection(bases) or {""}:
+    for name in [name for name in bases if name in types] or [""]:
         key, default = bases[name]
         path = f"rope_parameters.{name}".rstrip(".")
         settings = _mapping(parameters, name, faults) if name else parameters
@@ -191,20 +191,17 @@ def _scaling(
     name = "original_max_position_embeddings"
     if name in kind_fields:
         scaling[name] = values.get(name) or scaling.get(name) or longest
-        lengths = (longest, scaling[name])
-        if (
-            kind == "yarn"
-            and "factor" not in scaling
-            and all(type(n) is int and n for n in lengths)
-        ):
-            scaling["factor"] = lengths[0] / lengths[1]
+        original = scaling[name]
+        are_lengths = type(longest) is type(original) is int and longest and original
+        if kind == "yarn" and "factor" not in scaling and are_lengths:
+            scaling["factor"] = longest / original
     return {"kind": kind, **scaling}
 
 
 def attention_settings(model: ModelConfig) -> Values:
     """Return the settings of a model about attention, for versions 4 and 5."""
     dialect = FAMILIES[model.family].hugging_face
-    kinds = [model.layer_attention(index) for index in range(model.num_layers)]
+    kinds = model.layer_kinds
     settings = _layer_settings(dialect.layers, kinds) if dialect.layers else {}
     if FAMILIES[model.family].positions != "rotary":
         return settings

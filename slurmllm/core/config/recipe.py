@@ -6,8 +6,9 @@ Batches count sequences, lengths count tokens. Field names are the ones that `--
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cached_property
+from itertools import cycle, islice
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
@@ -235,7 +236,7 @@ class ModelConfig(Section):
         pattern = tuple(
             LayerAttention(window=kind.window) if kind.rope == base else kind for kind in pattern
         )
-        layers = [pattern[index % len(pattern)] for index in range(count)]
+        layers = [*islice(cycle(pattern), count)]
         period = next(n for n in range(1, count + 1) if layers[n:] == layers[:-n])
         return () if layers[:period] == [FULL_ATTENTION] else tuple(layers[:period])
 
@@ -248,14 +249,11 @@ class ModelConfig(Section):
             width = hidden // heads
         return None if scalar == width else scalar
 
-    def layer_attention(self, index: int) -> LayerAttention:
-        pattern = self.attention_pattern
-        return pattern[index % len(pattern)] if pattern else FULL_ATTENTION
-
     @cached_property
-    def attention_kinds(self) -> tuple[LayerAttention, ...]:
-        """The attention of the layers, each kind once, in the order of its first layer."""
-        return tuple(dict.fromkeys(map(self.layer_attention, range(self.num_layers))))
+    def layer_kinds(self) -> Sequence[LayerAttention]:
+        """The attention of each layer."""
+        pattern = self.attention_pattern or (FULL_ATTENTION,)
+        return tuple(islice(cycle(pattern), self.num_layers))
 
     def rotary_scheme(self, attention: LayerAttention) -> tuple[float, RopeScaling | None]:
         """Return base and scaling of a layer's rotary positions."""

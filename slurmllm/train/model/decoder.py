@@ -263,7 +263,7 @@ class Decoder(nn.Module):
         self.embedding_norm = make_norm(config) if family.embedding_norm else None
         # A dict, so that the layers of a stage keep their numbers.
         self.layers = nn.ModuleDict(
-            {str(i): Block(config, config.layer_attention(i)) for i in range(config.num_layers)}
+            {str(i): Block(config, kind) for i, kind in enumerate(config.layer_kinds)}
         )
         self.final_norm: nn.Module | None = make_norm(config)
         self.head = None if config.tied_embeddings else nn.Linear(width, vocabulary, bias=False)
@@ -275,11 +275,9 @@ class Decoder(nn.Module):
         self.rotary: Tensor
         # Base and scaling of rotary positions → name of their table.
         self.rotary_names: dict[tuple[float, RopeScaling | None], str] = {}
-        for kind in config.attention_kinds:
+        for scheme in dict.fromkeys(map(config.rotary_scheme, config.layer_kinds)):
             count = len(self.rotary_names)
-            name = self.rotary_names.setdefault(
-                config.rotary_scheme(kind), f"rotary_{count}" if count else "rotary"
-            )
+            name = self.rotary_names[scheme] = f"rotary_{count}" if count else "rotary"
             # Not persistent: computed from the configuration, so not part of checkpoints.
             table = torch.empty(2, config.seq_len, config.head_width // 2)
             self.register_buffer(name, table, persistent=False)
@@ -329,7 +327,7 @@ class Decoder(nn.Module):
         length = x.shape[1] if self.first else self.config.seq_len
         if self.first:
             x = self._embedded(x, positions)
-        kinds = {name: self.config.layer_attention(int(name)) for name in self.layers}
+        kinds = {name: self.config.layer_kinds[int(name)] for name in self.layers}
         windows = {name: min(kind.window or length, length) for name, kind in kinds.items()}
         # Computed once for all layers.
         masks = {

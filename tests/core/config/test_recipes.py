@@ -138,6 +138,5 @@ def test_gpt3_counts_its_schedule_in_tokens(size: str) -> None:
     ],
 )
 def test_attention_of_the_layers(name: str, kinds: dict[tuple[object, int | None], int]) -> None:
-    model = recipe(name).model
-    layers = map(model.layer_attention, range(model.num_layers))
+    layers = recipe(name).model.layer_kinds
     assert Counter((kind.rope, kind.window) for kind in layers) == kinds

@@ -293,7 +293,7 @@ def documents(seq_len: int, how_many: float, generator: torch.Generator) -> Tens
 
 def masks(c: ModelConfig, positions: Tensor) -> Any:
     """The mask of documents, for families with types of layers one for each."""
-    windows = {kind.window for kind in c.attention_kinds}
+    windows = {kind.window for kind in c.layer_kinds}
     window = max((window for window in windows if window), default=None)
     local = document_mask(positions, torch.float32, window)
     if c.family in ("smollm3", "olmo3", "gemma3"):

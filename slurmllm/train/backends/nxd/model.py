@@ -270,7 +270,7 @@ class ParallelDecoder(nn.Module):
         super().__init__()
         self.config = config = decoder.config
         assert decoder.embed is not None
-        schemes = map(config.rotary_scheme, config.attention_kinds)
+        schemes = dict.fromkeys(map(config.rotary_scheme, config.layer_kinds))
         rotary = {scheme: Rotary(config, *scheme) for scheme in schemes}
         self.embed = layers.vocabulary(decoder.embed, VocabularyEmbedding)
         self.positions: nn.Module | None = None
@@ -283,7 +283,7 @@ class ParallelDecoder(nn.Module):
         self.embedding_norm = decoder.embedding_norm
         self.layers = nn.ModuleDict()
         for name, block in zip(decoder.layers, decoder.blocks(), strict=True):
-            kind = config.layer_attention(int(name))
+            kind = config.layer_kinds[int(name)]
             scheme = config.rotary_scheme(kind)
             self.layers[name] = ParallelBlock(block, layers, rotary[scheme], kind.window)
         self.final_norm = decoder.final_norm
