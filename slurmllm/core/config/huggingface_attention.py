@@ -138,7 +138,7 @@ def _ropes(values: Values, family: Family, types: set[str], faults: list[str]) -
             path = "rope_scaling"
             settings = {**settings, **scaling} if name else scaling
         pct = values.get("rotary_pct", family.defaults["rotary_pct"])
-        pct = settings.get("partial_rotary_factor", values.get("partial_rotary_factor", pct))
+        pct = {**values, **settings}.get("partial_rotary_factor", pct)
         base = settings.get("rope_theta")
         if base is None and not key and values.get("rope_theta", default) != default:
             faults.append(

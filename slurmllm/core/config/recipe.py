@@ -98,9 +98,8 @@ class RopeScaling(Section):
     def _fields_agree(self) -> Self:
         if (self.mscale is None) != (self.mscale_all_dim is None):
             raise ValueError("mscale and mscale_all_dim must be set together, or left out")
-        slow = self.beta_slow
-        fast = self.beta_fast
-        if slow is not None and fast is not None and slow > fast:
+        slow, fast = self.beta_slow, self.beta_fast
+        if slow and fast and slow > fast:
             raise ValueError(
                 f"beta_slow {slow:g} is greater than beta_fast {fast:g}; choose a smaller one"
             )

@@ -78,7 +78,6 @@ class Attention(nn.Module):
         scalar = config.query_pre_attn_scalar
         self.core = CausalCore(
             use_rotary=use_rotary and not self.rotates_first,
-            grouped=self.group > 1,
             scale=None if scalar is None else scalar**-0.5,
             softcap=config.attention_softcap,
         )
@@ -112,13 +111,11 @@ class CausalCore(nn.Module):
         self,
         *,
         use_rotary: bool,
-        grouped: bool,
         scale: float | None = None,
         softcap: float | None = None,
     ) -> None:
         super().__init__()
         self.use_rotary = use_rotary
-        self.grouped = grouped
         self.scale = scale
         self.softcap = softcap
 
@@ -131,14 +128,13 @@ class CausalCore(nn.Module):
         if self.use_rotary:
             q = rotate(q, rotary)
             k = rotate(k, rotary)
-        grouped = self.grouped
-        if grouped and isinstance(mask, Tensor) and (self.softcap is not None or not q.is_cpu):
+        copies = q.shape[2] // k.shape[2]
+        if isinstance(mask, Tensor) and (self.softcap is not None or not q.is_cpu) and copies > 1:
             # CUDA's flash kernel takes no mask, its memory-efficient one no groups: with both,
             # torch may compute all scores as a tensor (2.9 to 2.13, sdp_utils.cpp).
-            copies = q.shape[2] // k.shape[2]
-            grouped = False
             k = k.repeat_interleave(copies, dim=2)
             v = v.repeat_interleave(copies, dim=2)
+            copies = 1
         q = q.transpose(1, 2)
         k = k.transpose(1, 2)
         v = v.transpose(1, 2)
@@ -150,7 +146,7 @@ class CausalCore(nn.Module):
                 None if self.softcap is None else self._capped,
                 block_mask=mask,
                 scale=self.scale,
-                enable_gqa=grouped,
+                enable_gqa=copies > 1,
             )
         elif self.softcap is not None:
             assert mask is not None
@@ -165,7 +161,7 @@ class CausalCore(nn.Module):
                 attn_mask=mask,
                 is_causal=mask is None,
                 scale=self.scale,
-                enable_gqa=grouped,
+                enable_gqa=copies > 1,
             )
         return attended.transpose(1, 2).flatten(2)
 

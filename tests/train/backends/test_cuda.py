@@ -150,7 +150,7 @@ def test_grouped_attention_with_a_mask_has_a_fused_kernel() -> None:
     shape = (2, 128)
     q, k, v = (torch.randn(*shape, heads, 64, dtype=torch.bfloat16) for heads in (8, 2, 2))
     positions = torch.arange(128).remainder(50).expand(2, -1)
-    core, results = CausalCore(use_rotary=False, grouped=True), []
+    core, results = CausalCore(use_rotary=False), []
     for device in ("cpu", "cuda"):
         inputs = leaves((q, k, v), device)
         mask = document_mask(positions.to(device), torch.bfloat16)
@@ -195,7 +195,7 @@ def test_attention_by_blocks_equals_the_dense_mask(
     weight = torch.randn(2, length, queries * head_dim)
     places = torch.arange(length)
     positions = torch.stack([places % 50, places % 200])
-    core, none = CausalCore(use_rotary=False, grouped=keys < queries), torch.empty(0)
+    core, none = CausalCore(use_rotary=False), torch.empty(0)
 
     def attend(qkv: Tensor, mask: Mask) -> Tensor:
         q, k, v = qkv.split([queries, keys, keys], dim=2)
@@ -238,7 +238,7 @@ def test_a_long_sequence_needs_no_mask_of_all_pairs() -> None:
     q, k, v = (torch.randn(1, length, heads, 64) for heads in (4, 2, 2))
     inputs = leaves((x.bfloat16() for x in (q, k, v)), "cuda")
     positions = torch.arange(length, device="cuda").remainder(4096).unsqueeze(0)
-    core = Cuda.compile(CausalCore(use_rotary=False, grouped=True))
+    core = Cuda.compile(CausalCore(use_rotary=False))
     torch.cuda.reset_peak_memory_stats()
     out = core(*inputs, torch.empty(0), Cuda.compile(document_blocks)(positions))
     out.sum().backward()

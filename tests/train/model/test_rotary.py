@@ -190,7 +190,7 @@ def test_attention_by_blocks_equals_the_dense_mask(
     torch.compiler.reset()  # Dynamo has at most eight graphs of a function
     generator = torch.Generator().manual_seed(1)
     q, k, v = (torch.randn(3, length, n, 16, generator=generator) for n in (queries, keys, keys))
-    core, none = CausalCore(use_rotary=False, grouped=keys < queries, **special), torch.empty(0)
+    core, none = CausalCore(use_rotary=False, **special), torch.empty(0)
     compiled = torch.compile(core, fullgraph=True, dynamic=False, backend=compiler)
     make_mask = torch.compile(document_blocks, fullgraph=True, dynamic=False, backend=compiler)
     mask = make_mask(positions, None if window is None else torch.tensor(window))

@@ -130,9 +130,7 @@ class CoreAttention(CausalCore):
     """
 
     def __init__(self, core: CausalCore, group: int, window: int | None) -> None:
-        super().__init__(
-            use_rotary=core.use_rotary, grouped=group > 1, scale=core.scale, softcap=core.softcap
-        )
+        super().__init__(use_rotary=core.use_rotary, scale=core.scale, softcap=core.softcap)
         self.group = group
         self.window = window
 
@@ -145,7 +143,6 @@ class CoreAttention(CausalCore):
         sequence: attention depends only on their differences. `positions` are the decoder's.
         """
         if self.use_rotary:
-            rotary = rotary[:, : q.shape[1]]
             q = rotate(q, rotary)
             k = rotate(k, rotary)
         q = q.transpose(1, 2)
