@@ -215,8 +215,10 @@ def model_differences(stored: ModelConfig, required: ModelConfig) -> list[str]:
 
 def _attention(model: ModelConfig) -> list[object]:
     """Return what the fields on attention make of each layer: several values may make the same."""
-    kinds = map(model.layer_attention, range(model.num_layers))
-    return [(k.window, k.rope if k.rope == "none" else model.rotary_scheme(k)) for k in kinds]
+    return [
+        (kind.window, kind.rope if kind.rope == "none" else model.rotary_scheme(kind))
+        for kind in model.layer_kinds
+    ]
 
 
 def require_model(directory: Path, required: ModelConfig) -> Origin:
