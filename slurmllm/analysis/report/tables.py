@@ -322,7 +322,8 @@ def scaling_table(rows: Sequence[ScalingRow]) -> Table:
         [
             {heading: form(values[key]) for heading, (key, form) in _SCALING.items()}
             | {"MFU": _mfu(row.facts, row.rate)}
-            for values, row in ((row.to_json(), row) for row in rows)
+            for row in rows
+            for values in [row.to_json()]
         ]
     )
 

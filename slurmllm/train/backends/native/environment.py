@@ -208,10 +208,9 @@ def _fp8_sizes(recipe: Recipe) -> list[str]:
     else:
         settings += [("hidden_size", hidden, 1, [hidden]), ("head_dim", model.head_dim, 1, heads)]
     return [
-        f"model.{name}: {value}: a worker's products have {sizes[0]} "
-        f"{'tokens' if name == 'seq_len' else 'columns'}, no multiple of {_FP8_MULTIPLE}, as fp8 "
-        f"needs; make it {value - value % -(factor * _FP8_MULTIPLE)}, or --set "
-        "train.precision=bf16_mixed"
+        f"model.{name}: {value}: a worker's products have a dimension of {sizes[0]}, no multiple "
+        f"of {_FP8_MULTIPLE}, as fp8 needs; make it {value - value % -(factor * _FP8_MULTIPLE)}, "
+        "or --set train.precision=bf16_mixed"
         for name, value, factor, all_sizes in settings
         if (sizes := [size for size in all_sizes if size % _FP8_MULTIPLE])
     ]
