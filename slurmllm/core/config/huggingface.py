@@ -17,7 +17,11 @@ from pydantic import ValidationError
 
 from slurmllm.core.config.families import FAMILIES, Activation, Family
 from slurmllm.core.config.families.family import REQUIRED
-from slurmllm.core.config.huggingface_attention import attention_fields, attention_settings
+from slurmllm.core.config.huggingface_attention import (
+    attention_fields,
+    attention_keys,
+    attention_settings,
+)
 from slurmllm.core.config.recipe import ModelConfig
 from slurmllm.core.config.rules import broken_rules
 from slurmllm.core.config.yaml_source import Values, flatten
@@ -127,12 +131,15 @@ def read_config(directory: Path, name: str = CONFIG) -> tuple[SourceConfig | Non
         faults += config_faults(model)
     except ValidationError as error:
         for fault in error.errors():
-            field, *inner = map(str, fault["loc"])
+            # A layer's number says nothing: one key gives the value to all.
+            field, *inner = (name for name in fault["loc"] if isinstance(name, str))
             key = ".".join([dialect.keys.get(field, (field, None))[0], *inner])
+            key = attention_keys(family).get(key, key)
             problem = f"{fault['input']!r}: {fault['msg'].removeprefix('Value error, ')}"
             if fault["type"] == "missing":
                 problem = "is missing"
-            faults.append(f"{key}: {problem}")
+            if (line := f"{key}: {problem}") not in faults:
+                faults.append(line)
     for key in ("bos_token_id", "eos_token_id"):
         value = values.get(key)
         tokens = value if isinstance(value, list) and key == "eos_token_id" else [value]

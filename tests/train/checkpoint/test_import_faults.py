@@ -95,6 +95,17 @@ def tensors(source: Path, change: Callable[[dict[str, torch.Tensor]], object]) -
         ("qwen3", {"use_sliding_window": True}, "use_sliding_window: True is not supported"),
         ("llama", {"num_local_experts": 8}, "num_local_experts: 8 is not supported: the decoder"),
         ("llama", {"kv_lora_rank": 512}, "the decoder has no latent attention (MLA)"),
+        (
+            "mistral",  # once, not for each layer
+            {"sliding_window": 2**50},
+            "1 error\n  sliding_window: 1125899906842624: Input should be less than",
+        ),
+        (
+            "gemma3",
+            {"rope_parameters": None, "rope_local_base_freq": "x"}
+            | {"num_hidden_layers": 7, "layer_types": None},
+            "1 error\n  rope_local_base_freq: 'x': must be none, or a base above 0",
+        ),
         ("mistral", {"sliding_window": 0}, "sliding_window: 0 is not a number of tokens"),
         ("mistral", {"layer_types": ["full_attention"] * 2}, "all layers have the sliding_window"),
         ("smollm3", {"no_rope_layers": [1, 0]}, "no_rope_layers: must be a list with 1 or 0 of 5"),
