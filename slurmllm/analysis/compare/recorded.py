@@ -268,8 +268,6 @@ def _kind_of_setting(key: str, a: Curve, b: Curve) -> Kind | None:
         ends = [curve.settings.get("optim.decay_steps") for curve in (a, b)]
         constant = [curve.settings.get("optim.decay") == "constant" for curve in (a, b)]
         matters = ends == [None, None] and not all(constant)
-    if key == "train.fp8_recipe":
-        matters = {curve.settings.get("train.precision") for curve in (a, b)} == {"fp8_mixed"}
     if key in ("data.corpus", "data.tokenizer"):  # paths
         names = {PurePath(str(curve.settings[key])).name for curve in (a, b)}
         matters = len(names) > 1

@@ -13,7 +13,7 @@ from typing import Any
 
 from slurmllm.core.config.data_sources import known_address
 from slurmllm.core.config.families import CHOSEN, EXTRAS, FAMILIES, gate_block
-from slurmllm.core.config.recipe import MUON, OptimConfig, TrainConfig, num_warmup_steps
+from slurmllm.core.config.recipe import MUON, OptimConfig, num_warmup_steps
 from slurmllm.core.config.variables import has_password
 from slurmllm.core.format import Texts
 
@@ -314,11 +314,8 @@ _require(
 )
 
 
-def _require_choice(
-    path: str, section: type[OptimConfig | TrainConfig], needs: str, choice: str
-) -> None:
+def _require_choice(path: str, default: Any, needs: str, choice: str) -> None:
     """Refuse a value other than the default where no other choice uses it."""
-    default = section.model_fields[path.rpartition(".")[2]].default
 
     def check(chosen: str, value: Any) -> str:
         if value == default or chosen == choice:
@@ -332,8 +329,8 @@ def _require_choice(
 
 
 for _name in ("adamw_lr", "momentum", "nesterov", "ns_steps", "adjust_lr_fn"):
-    _require_choice(f"optim.{_name}", OptimConfig, "optim.name", MUON)
-_require_choice("train.fp8_recipe", TrainConfig, "train.precision", "fp8_mixed")
+    _require_choice(f"optim.{_name}", OptimConfig.model_fields[_name].default, "optim.name", MUON)
+_require_choice("train.fp8_recipe", "tensorwise", "train.precision", "fp8_mixed")
 
 
 @_rule("optim.warmup_steps", "optim.warmup_ratio", "optim.decay_steps", "train.steps")
