@@ -123,10 +123,7 @@ def evaluate(
     started = monotonic()
     if not slurm:
         options.refuse_job_options({**job, "cluster": cluster})
-    if fetch and as_json:
-        raise UserError("--fetch prints no JSON; leave out --json")
-    if plot and len(suites) > 1:
-        raise UserError("--plot names the picture of one suite; leave out other --suite")
+    _refuse_output(suites, fetch=fetch, plot=plot, as_json=as_json)
     located = _locate_suites(suites, tasks, shots)
     if fetch:
         _fetch(ctx, located, settings.allow_code)
@@ -171,6 +168,13 @@ def _skip(
     for line in warnings:
         options.warn(line)
     return replace(plan, skipped=skipped)
+
+
+def _refuse_output(suites: Texts, *, fetch: bool, plot: str | None, as_json: bool) -> None:
+    if fetch and as_json:
+        raise UserError("--fetch prints no JSON; leave out --json")
+    if plot and len(suites) > 1:
+        raise UserError("--plot names the picture of one suite; leave out other --suite")
 
 
 def _locate_suites(suites: Texts, tasks: Texts, shots: int | None) -> list[LocatedSuite]:

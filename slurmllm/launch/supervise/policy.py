@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from itertools import takewhile
 from typing import NamedTuple
 
+from slurmllm.core.config.operation import SlurmConfig
 from slurmllm.core.config.recipe import Recipe
 from slurmllm.core.format import Texts
 from slurmllm.core.run.error_patterns import matches, names_any
@@ -113,13 +114,7 @@ def decide(
         return _with_action(stopped, "stop")
     backoff = 0.0
     if closed.ending in BUDGETS:
-        field, name = BUDGETS[closed.ending]
-        budget = int(getattr(limits, field))
-        begin = _end(closed) - limits.budget_hours * HOUR_S
-        within = takewhile(lambda attempt: _end(attempt) >= begin, reversed(earlier))
-        used = 1 + sum(attempt.ending == closed.ending for attempt in within)
-        if used > budget:
-            message = f"{used} {name} within {limits.budget_hours:g} h, slurm.{field} is {budget}"
+        if message := _exceeded_budget(closed, earlier, limits, *BUDGETS[closed.ending]):
             return _with_action(closed, "stop", message)
         backoff = backoff_s(limits.backoff_s, idle) if idle else 0.0
     # Not twice in a row without a new checkpoint: other nodes may be better. The first time there
@@ -127,6 +122,19 @@ def decide(
     if in_allocation and "restart" in actions and idle <= 1:
         return _with_action(closed, "restart")
     return closed.model_copy(update={"action": restart_mode, "backoff_s": backoff})
+
+
+def _exceeded_budget(
+    closed: AttemptRecord, earlier: Attempts, limits: SlurmConfig, field: str, name: str
+) -> str:
+    """Return how many attempts ended so, where they are more than slurm.`field`, or nothing."""
+    budget = int(getattr(limits, field))
+    begin = _end(closed) - limits.budget_hours * HOUR_S
+    within = takewhile(lambda attempt: _end(attempt) >= begin, reversed(earlier))
+    used = 1 + sum(attempt.ending == closed.ending for attempt in within)
+    if used <= budget:
+        return ""
+    return f"{used} {name} within {limits.budget_hours:g} h, slurm.{field} is {budget}"
 
 
 def _count_without_exclusion(idle: Attempts) -> int:
