@@ -17,11 +17,7 @@ from pydantic import ValidationError
 
 from slurmllm.core.config.families import FAMILIES, Activation, Family
 from slurmllm.core.config.families.family import REQUIRED
-from slurmllm.core.config.huggingface_attention import (
-    attention_fields,
-    attention_keys,
-    attention_settings,
-)
+from slurmllm.core.config.huggingface_attention import attention_fields, attention_settings
 from slurmllm.core.config.recipe import ModelConfig
 from slurmllm.core.config.rules import broken_rules
 from slurmllm.core.config.yaml_source import Values, flatten
@@ -130,16 +126,7 @@ def read_config(directory: Path, name: str = CONFIG) -> tuple[SourceConfig | Non
         model = ModelConfig.model_validate(fields)
         faults += config_faults(model)
     except ValidationError as error:
-        for fault in error.errors():
-            # A layer's number says nothing: one key gives the value to all.
-            field, *inner = (name for name in fault["loc"] if isinstance(name, str))
-            key = ".".join([dialect.keys.get(field, (field, None))[0], *inner])
-            key = attention_keys(family).get(key, key)
-            problem = f"{fault['input']!r}: {fault['msg'].removeprefix('Value error, ')}"
-            if fault["type"] == "missing":
-                problem = "is missing"
-            if (line := f"{key}: {problem}") not in faults:
-                faults.append(line)
+        faults += _field_faults(error, family)
     for key in ("bos_token_id", "eos_token_id"):
         value = values.get(key)
         tokens = value if isinstance(value, list) and key == "eos_token_id" else [value]
@@ -151,6 +138,22 @@ def read_config(directory: Path, name: str = CONFIG) -> tuple[SourceConfig | Non
     architecture = (values.get("architectures") or [dialect.causal])[0]
     bos, eos = values.get("bos_token_id"), values.get("eos_token_id")
     return SourceConfig(model, architecture, bos, eos), []
+
+
+def _field_faults(error: ValidationError, family: Family) -> list[str]:
+    """Return a line for each key with a faulty value, whatever the layers that have it."""
+    dialect = family.hugging_face
+    keys = {**{name: key for name, (key, _) in dialect.keys.items()}, **dialect.rotary_keys}
+    keys["attention_pattern.window"] = "sliding_window"
+    keys["attention_pattern.rope"] = dialect.rope_bases.get("sliding_attention", ("",))[0]
+    lines: dict[str, None] = {}
+    for fault in error.errors():
+        path = ".".join(name for name in fault["loc"] if isinstance(name, str))
+        problem = f"{fault['input']!r}: {fault['msg'].removeprefix('Value error, ')}"
+        if fault["type"] == "missing":
+            problem = "is missing"
+        lines[f"{keys.get(path) or path}: {problem}"] = None
+    return [*lines]
 
 
 def _text_config(values: Values) -> Values:

@@ -65,17 +65,6 @@ def attention_fields(values: Values, family: Family, count: Any, faults: list[st
     return fields
 
 
-def attention_keys(family: Family) -> dict[str, str]:
-    """Return our field → key, of fields that are in no table of keys."""
-    dialect = family.hugging_face
-    key = dialect.rope_bases.get(_SLIDING, ("", None))[0]
-    return {
-        "rotary_base": dialect.rotary_keys.get("rotary_base", "rope_theta"),
-        "attention_pattern.window": "sliding_window",
-        "attention_pattern.rope": key or "rope_theta",
-    }
-
-
 def _layers(values: Values, keys: LayerKeys, count: int, faults: list[str]) -> list[Values]:
     """Return window and rope of each layer."""
     types = values.get("layer_types")
@@ -144,7 +133,7 @@ def _ropes(values: Values, family: Family, types: set[str], faults: list[str]) -
     for name in [name for name in bases if name in types] or [""]:
         key, default = bases[name]
         path = f"rope_parameters.{name}".rstrip(".")
-        settings = _mapping(parameters, name, faults, "rope_parameters.") if name else parameters
+        settings = _mapping(parameters, name, faults) if name else parameters
         if scaling and name != _SLIDING:
             path = "rope_scaling"
             settings = {**settings, **scaling} if name else scaling
@@ -166,13 +155,11 @@ def _without_nulls(values: Mapping[str, Any]) -> Values:
     return {name: value for name, value in values.items() if value is not None}
 
 
-def _mapping(
-    values: Mapping[str, Any], key: str, faults: list[str], prefix: str = ""
-) -> Mapping[str, Any]:
+def _mapping(values: Mapping[str, Any], key: str, faults: list[str]) -> Mapping[str, Any]:
     value = values.get(key) or {}
     if isinstance(value, Mapping):
         return _without_nulls(value)
-    faults.append(f"{prefix}{key}: must be a mapping, not {value!r}")
+    faults.append(f"{key}: must be a mapping, not {value!r}")
     return {}
 
 
