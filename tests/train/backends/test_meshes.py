@@ -55,11 +55,8 @@ MESHES: list[Any] = [
     ("qwen3", 2, 1, 2, FEW, SEQUENCE, FULL, "parallel.zero=0"),
     ("gpt3", 1, 2, 2, INTERLEAVED, "parallel.zero=2"),
     ("gpt3", 2, 2, 1, FEW, SEQUENCE, PARTS),
-    ("mistral", 2, 1, 2, FEW, SEQUENCE, "parallel.zero=3"),
-    ("smollm3", 2, 2, 1, FEW, SEQUENCE, DOCUMENTS),
     ("olmo3", 2, 1, 2, FEW, SEQUENCE, "parallel.zero=3"),
     ("gemma3", 2, 2, 1, FEW, SEQUENCE),
-    ("nanochat", 2, 1, 2, FEW, SEQUENCE, "parallel.zero=3"),
 ]
 
 LONG = [
@@ -90,6 +87,9 @@ LONG = [
     ("qwen3", 4, 1, 1, FEW, SEQUENCE),
     ("qwen3", 1, 2, 2, "parallel.zero=3"),
     ("qwen3", 1, 1, 4),
+    ("mistral", 2, 1, 2, FEW, SEQUENCE, "parallel.zero=3"),
+    ("smollm3", 2, 2, 1, FEW, SEQUENCE, DOCUMENTS),
+    ("nanochat", 2, 1, 2, FEW, SEQUENCE, "parallel.zero=3"),
     ("mistral", 1, 2, 1, DOCUMENTS),
     ("smollm3", 1, 1, 2, "parallel.zero=3", SELECTIVE),
     ("olmo3", 1, 2, 1, DOCUMENTS, SELECTIVE),
