@@ -160,7 +160,13 @@ def test_matrices_that_do_not_divide_are_gathered_in_bf16(pool: MeshPool) -> Non
     assert not any(gathered for _, gathered in outcomes[0].after.values())
 
 
-@pytest.mark.parametrize("setting", ["train.activation_checkpointing=full", "train.compile=true"])
+@pytest.mark.parametrize(
+    "setting",
+    [
+        "train.activation_checkpointing=full",
+        pytest.param("train.compile=true", marks=pytest.mark.long),
+    ],
+)
 def test_what_saves_memory_or_time(new_backend: NewBackend, setting: str) -> None:
     plain, changed = train(new_backend(FP8), 3), train(new_backend(FP8, setting), 3)
     assert changed == pytest.approx(plain, rel=0 if "full" in setting else 2e-2)
