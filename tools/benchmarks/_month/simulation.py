@@ -292,14 +292,18 @@ class _SimulatedAttempt:
     def _failed(self, failure: Failure) -> AttemptRecord:
         self._count_written(failure.at)
         training = failure.at > self.trains_at
-        left_s = failure.at - self.start
-        for name, seconds in self.phases_s.items():  # only phases that were reached
-            self.phases_s[name] = min(seconds, left_s)
-            left_s -= self.phases_s[name]
+        self._cut_phases(failure.at)
         noticed_at = failure.at + self.scenario.noticing_s(failure.kind, training, self.rng)
         evidence = _EVIDENCE.get(failure.kind, failure.kind)
         blamed = (failure.node,) if failure.node is not None else ()
         return self._closed(noticed_at, ENDINGS[failure.kind], (evidence,), blamed)
+
+    def _cut_phases(self, at: float) -> None:
+        """Count only the phases that were reached."""
+        left_s = at - self.start
+        for name, seconds in self.phases_s.items():
+            self.phases_s[name] = min(seconds, left_s)
+            left_s -= self.phases_s[name]
 
     def _left(self) -> AttemptRecord:
         """Save and leave, after a signal."""
@@ -313,6 +317,7 @@ class _SimulatedAttempt:
         self.whole.checkpoint = self.step
         if self.step == self.scenario.steps:
             return self._closed(self.clock, "done", ("all workers finished",), ())
+        self._cut_phases(at)
         return self._closed(at, "done", ("all workers finished",), (), stopping_s=0.0)
 
     def _closed(
