@@ -323,20 +323,19 @@ class Decoder(nn.Module):
         length = x.shape[1] if self.first else self.config.seq_len
         if self.first:
             x = self._embedded(x, positions)
-        kinds = {name: self.config.layer_kinds[int(name)] for name in self.layers}
-        windows = {name: min(kind.window or length, length) for name, kind in kinds.items()}
         # Computed once for all layers.
-        masks = {
-            window: self._mask(window, positions, length, x)
-            for window in dict.fromkeys(windows.values())
-        }
         tables = {
             name: table if positions is None else table[:, positions]
             for name, table in self.named_buffers(recurse=False)
         }
+        masks: dict[int, Mask] = {}
         for name, block in self.layers.items():
-            table = tables[self.rotary_names[self.config.rotary_scheme(kinds[name])]]
-            x = block(x, table, masks[windows[name]])
+            kind = self.config.layer_kinds[int(name)]
+            window = min(kind.window or length, length)
+            if window not in masks:
+                masks[window] = self._mask(window, positions, length, x)
+            table = tables[self.rotary_names[self.config.rotary_scheme(kind)]]
+            x = block(x, table, masks[window])
         if not self.last:
             return x
         assert self.final_norm is not None
