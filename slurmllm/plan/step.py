@@ -292,8 +292,7 @@ class _Step:
             "optimizer": _ADAMW * updated * self.formats.stored / self.bandwidth + self._muon_s(),
         }
         # All wait for the slowest, once a step in the collectives of data-parallel workers.
-        waited = hardware.straggler_share * math.log2(mesh.nodes) * sum(parts.values())
-        parts["data"] += waited
+        parts["data"] += hardware.straggler_share * math.log2(mesh.nodes) * sum(parts.values())
         hidden_s = sum(parts.values()) if self.host_runs_ahead else 0.0
         return StepTime(**parts, overhead=max(0.0, launches_s - hidden_s))
 
@@ -426,8 +425,6 @@ class _Step:
         if self.fsdp_disabled:
             converted = 0 if width.computed == width.stored else 1 + mesh.accumulation
             return converted * numbers * (width.stored + width.computed) / self.bandwidth
-        if members.size == 1 and self.nxd:
-            return 0.0
         if self.nxd:  # all layers at once
             total = all_reduce_s(numbers * width.reduced, members, hardware)
             if zero > 0:
