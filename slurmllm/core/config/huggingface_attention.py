@@ -22,8 +22,14 @@ from slurmllm.core.config.recipe import (
 from slurmllm.core.config.yaml_source import Values
 
 # Keys besides a scaling's fields; `finetuned` is a note of the first YaRN models.
-_SETTING_KEYS = {"rope_type", "type", "rope_theta", "partial_rotary_factor", "finetuned"}
-_SCALING_KEYS = {*_SETTING_KEYS, *RopeScaling.model_fields}
+_SCALING_KEYS = {
+    "rope_type",
+    "type",
+    "rope_theta",
+    "partial_rotary_factor",
+    "finetuned",
+    *RopeScaling.model_fields,
+}
 _FULL = "full_attention"
 _SLIDING = "sliding_attention"
 
