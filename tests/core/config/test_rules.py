@@ -110,6 +110,7 @@ def test_one_fault_with_value_rule_and_remedy(case: str) -> None:
         ("tiny_llama", "model.scaled_init=false model.output_init_std=0.01"),
         ("tiny_llama", "ROPE"),
         ("tiny_llama", "YARN mscale=0.7 mscale_all_dim=1 truncate=false"),
+        ("tiny_llama", "YARN low_freq_factor=null high_freq_factor=null"),
         (
             "tiny_llama",
             "model.family=qwen3 model.head_dim=64 model.num_heads=5 model.num_kv_heads=1",
@@ -124,6 +125,13 @@ def test_one_fault_with_value_rule_and_remedy(case: str) -> None:
 )
 def test_what_is_allowed(recipe: str, overrides: str) -> None:
     assert faults(recipe, *overrides_of(overrides)) == []
+
+
+def test_layers_without_rotary_positions_need_a_model_with_them() -> None:
+    pct, rope = faults("tiny_smollm3", "model.rotary_pct=0")  # has layers with rope: none
+    assert pct.startswith("model.rotary_pct: 0")
+    assert "rope is only for rotary positions, which the model does not have" in rope
+    assert faults("tiny_smollm3", "model.rotary_pct=0", "model.attention_pattern=[{}]") == [pct]
 
 
 def test_the_share_of_rotary_dimensions_that_is_proposed_is_valid() -> None:

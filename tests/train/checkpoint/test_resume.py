@@ -438,6 +438,8 @@ def test_attention_is_compared_by_what_its_layers_have() -> None:
     line, pattern = model_differences(model([window], 100.0), model([local, {}], 500.0))
     assert line == "model.rotary_base: the checkpoint has 100.0, the recipe 500.0"
     assert pattern.startswith("model.attention_pattern: the checkpoint has [{'window': 8, 'rope': ")
+    (line,) = model_differences(model([{}], 100.0), model([{"rope": "none"}], 100.0))
+    assert line.startswith("model.attention_pattern: the checkpoint has [], the recipe [{")
 
 
 def test_settings_are_compared_before_a_resume(tmp_path: Path) -> None:
