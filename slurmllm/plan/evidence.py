@@ -36,7 +36,7 @@ from slurmllm.plan.search import LayoutEstimate, known_hardware
 from slurmllm.plan.step import step_time
 
 FILE = Path(__file__).parent / "published_runs.csv"
-_SAME = 0.15  # devices of one make differ by less in peak, also as measured or with less power
+_SAME_PEAK = 0.15  # devices of one make differ by less in peak, also as measured or with less power
 FAR = 2.0  # octaves outside the range from which a prediction is `beyond`
 _NETWORK = "network_gb_s"  # of several nodes; a faster one is not outside
 Status = Literal["interpolated", "extrapolated", "beyond"]
@@ -69,7 +69,7 @@ class MeasuredRun:
     mfu: float
     left_out: float  # predicted over published, with constants fitted without its model
     generation: str  # years of its software, such as 2023-26; constants are fitted by generation
-    publisher: str  # or its model: what its prediction is fitted without
+    publisher: str  # or its model; its runs are left out of the fit that predicts them
     source: str
 
     @property
@@ -78,7 +78,7 @@ class MeasuredRun:
         return {name: getattr(self, name) for name in names}
 
     def is_on(self, hardware: Hardware) -> bool:
-        return math.isclose(self.bf16_tflops, hardware.bf16_tflops, rel_tol=_SAME)
+        return math.isclose(self.bf16_tflops, hardware.bf16_tflops, rel_tol=_SAME_PEAK)
 
 
 @dataclass(frozen=True)

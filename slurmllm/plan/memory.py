@@ -110,8 +110,9 @@ def memory_moments(config: RunConfig, mesh: Mesh, rank: int) -> tuple[dict[str, 
 def muon_round(config: RunConfig, mesh: Mesh) -> int:
     """Return the bytes of a round of Muon (`train/backends/native/muon.py`) on a worker.
 
-    The largest matrix, in bf16: sent, received, whole, two more in an iteration and two products;
-    or the result, sent to all copies and received from them.
+    Buffers of the largest matrix, in bf16, in the fuller of two phases. The iteration has seven:
+    sent, received, the whole matrix, two temporaries, two products. Distribution has the result,
+    and what is sent to and received from all copies.
     """
     largest = max(map(math.prod, muon_shapes(config.recipe.model)))
     return _BF16 * max(7, 1 + 2 * mesh.replicate) * largest
@@ -263,7 +264,7 @@ class StepMemory:
         return self._norm_copies * self.own_tokens * self.hidden * _FP32
 
     def _block(self, layer: int) -> int:
-        """Return what a layer keeps."""
+        """Return the bytes of activations that a layer keeps for its backward pass."""
         model, recomputed = self.model, self.train.recomputed
         norms = (num_norms(model) - model.parallel_residual) * (
             self._stream() if "norm" in recomputed else self._norm()

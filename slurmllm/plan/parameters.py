@@ -18,13 +18,13 @@ from slurmllm.core.config.recipe import ModelConfig
 Shape = tuple[int, ...]
 Shapes = dict[str, Shape]  # by the name of a parameter
 # Modules before the blocks, in the order of their parameters.
-_FIRST = ("embed", "positions", "embedding_norm")
+_BEFORE_BLOCKS = ("embed", "positions", "embedding_norm")
 
 
 def parameter_shapes(model: ModelConfig) -> Shapes:
     """Return name → shape of every parameter of the model, the padded vocabulary included."""
     outside = rest_shapes(model)
-    shapes = {name: outside.pop(name) for name in list(outside) if _is_first(name)}
+    shapes = {name: outside.pop(name) for name in list(outside) if _is_before_blocks(name)}
     for layer in range(model.num_layers):
         shapes |= {f"layers.{layer}.{name}": shape for name, shape in block_shapes(model).items()}
     return shapes | outside
@@ -53,11 +53,11 @@ def pipeline_stages_of(name: str, model: ModelConfig, pipeline: int) -> set[int]
     first, last = 0, pipeline - 1
     if name == "embed.weight":
         return {first, last} if model.tied_embeddings else {first}
-    return {first} if _is_first(name) else {last}
+    return {first} if _is_before_blocks(name) else {last}
 
 
-def _is_first(name: str) -> bool:
-    return name.partition(".")[0] in _FIRST
+def _is_before_blocks(name: str) -> bool:
+    return name.partition(".")[0] in _BEFORE_BLOCKS
 
 
 @lru_cache(maxsize=256)

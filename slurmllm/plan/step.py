@@ -197,7 +197,7 @@ class Trainer:
     """What another trainer, whose published runs are predicted, does otherwise than ours."""
 
     reduced: int | None = None  # bytes of a gradient that workers sum
-    # Megatron's: products run beside tensor-parallel collectives and transfers.
+    # Megatron's: products overlap with tensor-parallel collectives and transfers.
     overlaps_all: bool = False
 
 
@@ -297,10 +297,10 @@ class _Step:
         return StepTime(**parts, overhead=max(0.0, launches_s - hidden_s))
 
     def _muon_s(self) -> float:
-        """Return what Muon takes longer than AdamW (`train/backends/native/muon.py`).
+        """Return the seconds that Muon takes longer than AdamW (`train/backends/native/muon.py`).
 
-        Owners share out the iterations, in bf16. In bf16, too, a worker sends its share of all
-        matrices to them, and they the results.
+        The owner of a matrix computes its iterations. Workers send shares of matrices to the
+        owners, and owners the results, all in bf16.
         """
         if self.recipe.optim.name != MUON:
             return 0.0
@@ -325,11 +325,11 @@ class _Step:
         return work + elements * self.formats.computed / self.bandwidth
 
     def _uncompiled_elements(self) -> int:
-        """Return what a block reads and writes besides if its operators are not compiled.
+        """Return the additional numbers that an uncompiled block reads and writes.
 
-        Counted of PyTorch's operators, in numbers of the computed format: RMSNorm in fp32 takes 14
-        a number instead of 2; a gate is a product of its own; queries and keys turn in fp32. On
-        CPUs, `calibrate` measures uncompiled blocks.
+        Counted from PyTorch's operators, in numbers of the computed format: RMSNorm in fp32
+        accesses 14 for each instead of 2; a gate is multiplied separately; queries and keys are
+        rotated in fp32. On CPUs, `calibrate` measures uncompiled blocks.
         """
         model, mesh = self.model, self.mesh
         if not self.host_runs_ahead:
@@ -451,7 +451,7 @@ class _Step:
         return exposed + self._exposed_s(last, backward)
 
     def _exposed_s(self, layer: float, computing: float) -> float:
-        """Return what is not hidden of one collective a layer: the first has nothing to hide it."""
+        """Return the exposed seconds of one collective a layer; the first layer's is not hidden."""
         hidden = self.hardware.overlap * min(layer, computing)
         return layer + (self.layers - 1) * (layer - hidden)
 

@@ -279,7 +279,7 @@ class Hardware(Section):
     network_latency_us: NonNegativeFloat = 0.0
     """One hop of a collective between nodes, microseconds."""
     overlap: Overlap = 0.0
-    """Share of the data-parallel communication that computation hides, as far as it lasts."""
+    """Share of the data-parallel communication that computation hides, while it lasts."""
     straggler_share: Overlap = 0.0
     """Share by which each doubling of the nodes slows a step: all wait for the slowest."""
     operator_us: NonNegativeFloat = 0.0

@@ -141,7 +141,7 @@ def read_config(directory: Path, name: str = CONFIG) -> tuple[SourceConfig | Non
 
 
 def _field_faults(error: ValidationError, family: Family) -> list[str]:
-    """Return a line for each key with a faulty value, whatever the layers that have it."""
+    """Return one line for each key with a wrong value, however many layers it affects."""
     dialect = family.hugging_face
     keys = {**{name: key for name, (key, _) in dialect.keys.items()}, **dialect.rotary_keys}
     keys["attention_pattern.window"] = "sliding_window"

@@ -106,7 +106,7 @@ def _layers(values: Values, keys: LayerKeys, count: int, faults: list[str]) -> l
 def _flags(
     values: Values, key: str, every: Any, names: tuple[Any, Any], count: int, faults: list[str]
 ) -> list[bool]:
-    """Return for each layer whether it is `names[0]`; all but those of multiples by default."""
+    """Return for each layer whether its type is `names[0]`; by default all but every `every`-th."""
     stored = values.get(key)
     if stored is None and type(every) is int and every > 0:
         return [number % every != 0 for number in range(1, count + 1)]

@@ -46,7 +46,7 @@ from slurmllm.core.plugins import OPTIMIZERS, PluginRef, split_prefix
 
 
 class RopeScaling(Section):
-    """Rotary frequencies for texts longer than those of the first training."""
+    """Rotary frequencies for texts longer than those of pretraining."""
 
     kind: Literal["llama3", "yarn", "linear", "dynamic"]
     """The scaling: llama3 (Llama 3.1 and 3.2), yarn (arXiv 2309.00071), linear, or dynamic, which
@@ -54,18 +54,19 @@ class RopeScaling(Section):
     factor: Annotated[float, Field(ge=1, allow_inf_nan=False)]
     """Low frequencies are divided by this; with linear all are."""
     original_max_position_embeddings: PositiveInt | None = None
-    """llama3, yarn: tokens in a sequence of the first training."""
+    """llama3, yarn: tokens in a sequence of pretraining."""
     low_freq_factor: PositiveFloat | None = None
-    """llama3: low are the frequencies that turn at most so many times in the original length."""
+    """llama3: frequencies with at most so many rotations in the original length are low."""
     high_freq_factor: PositiveFloat | None = None
-    """llama3: frequencies that turn at least so many times stay; between the two the factor is
-    blended."""
+    """llama3: frequencies with at least so many rotations are not scaled; between the two the
+    factor is blended."""
     beta_fast: PositiveFloat | None = None
-    """yarn: frequencies that turn at least so many times in the original length stay; 32."""
+    """yarn: frequencies with at least so many rotations in the original length are not scaled; by
+    default 32."""
     beta_slow: PositiveFloat | None = None
-    """yarn: frequencies that turn at most so many times are divided; 1."""
+    """yarn: frequencies with at most so many rotations are divided by factor; by default 1."""
     truncate: bool | None = None
-    """yarn: round the range of blended dimensions to whole ones; true."""
+    """yarn: round the range of blended dimensions to whole ones; by default true."""
     attention_factor: PositiveFloat | None = None
     """yarn: rotated queries and keys are multiplied by this; by default it follows from mscale and
     mscale_all_dim, else it is 1 + ln(factor) / 10."""
@@ -187,14 +188,14 @@ class ModelConfig(Section):
     with other rotary positions (rope: none, or their base), `{}` for full attention; full by
     default."""
     query_pre_attn_scalar: PositiveFloat | None = None
-    """Scores are divided by its root; the width of a head by default."""
+    """Attention scores are divided by the square root of this; by default the width of a head."""
     attention_softcap: PositiveFloat | None = None
-    """Scores s become cap · tanh(s / cap); as they are by default."""
+    """Soft cap of attention scores, cap · tanh(score / cap); none by default."""
     logits_softcap: PositiveFloat | None = None
-    """As attention_softcap, of the logits."""
+    """Soft cap of the logits, cap · tanh(logit / cap); none by default."""
     activation: Activation
-    """Between the matrices of the feed-forward layer: gelu (by erf), gelu_tanh, silu or relu2 (ReLU
-    squared); the family's."""
+    """Activation of the feed-forward layer: gelu (by erf), gelu_tanh, silu or relu2 (ReLU squared);
+    by default the family's."""
     attention_bias: bool
     """Biases of attention's matrices; the family's."""
     mlp_bias: bool
@@ -203,7 +204,7 @@ class ModelConfig(Section):
     """Attention and feed-forward both read the block's input, and one sum adds them; the family's.
     """
     qk_norm: bool
-    """RMSNorm of queries and keys; the family's."""
+    """RMSNorm of queries and keys; by default the family's."""
     tied_embeddings: bool
     """The head is the embedding, transposed; the family's."""
     norm_eps: PositiveFloat = 1e-5
@@ -224,10 +225,10 @@ class ModelConfig(Section):
 
     @field_validator("attention_pattern")
     @classmethod
-    def _shortest(
+    def _shortest_pattern(
         cls, pattern: tuple[LayerAttention, ...], info: ValidationInfo
     ) -> tuple[LayerAttention, ...]:
-        """Return the one form of what the layers have: equal models have equal configurations."""
+        """Return the shortest equivalent pattern: equal models have equal configurations."""
         count = info.data.get("num_layers")
         if count is None or not pattern:
             return pattern
@@ -241,7 +242,7 @@ class ModelConfig(Section):
 
     @field_validator("query_pre_attn_scalar")
     @classmethod
-    def _other_than_the_head(cls, scalar: float | None, info: ValidationInfo) -> float | None:
+    def _leave_out_default(cls, scalar: float | None, info: ValidationInfo) -> float | None:
         width, heads = info.data.get("head_dim"), info.data.get("num_heads")
         hidden = info.data.get("hidden_size")
         if width is None and heads and hidden:
@@ -337,12 +338,13 @@ class TrainConfig(Section):
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 1234
     """Seed of the initial weights and of the data order."""
     precision: Literal["fp32", "bf16_mixed", "fp8_mixed", "bf16_sr", "bf16"] = "fp32"
-    """fp32; bf16_mixed: bf16 products, fp32 master weights and optimizer state; fp8_mixed: so, with
-    the blocks' matrix products in fp8; bf16_sr: bf16 throughout with stochastic rounding; bf16:
-    bf16 throughout."""
+    """fp32; bf16_mixed: bf16 products, fp32 master weights and optimizer state; fp8_mixed: as
+    bf16_mixed, with the blocks' matrix products in fp8; bf16_sr: bf16 throughout with stochastic
+    rounding; bf16: bf16 throughout."""
     fp8_recipe: Literal["tensorwise", "rowwise"] = "tensorwise"
-    """What fp8_mixed has a scale for: each tensor, or each row and column (torchao's recipes of
-    these names). tensorwise is faster, and FSDP gathers weights in fp8; rowwise bears outliers."""
+    """Scales of fp8_mixed: one for each tensor, or for each row and column (torchao's recipes of
+    these names). tensorwise is faster, and FSDP gathers weights in fp8; rowwise is more robust to
+    outliers."""
     z_loss: NonNegativeFloat = 0.0
     """Coefficient of the z-loss, z_loss · log²Z per target token (PaLM: 1e-4), Z the softmax's
     denominator. Its gradient is added to the cross entropy's, which alone is the loss reported."""
@@ -399,8 +401,8 @@ class OptimConfig(Section):
     lr: PositiveFloat
     """Learning rate after the warm-up."""
     adamw_lr: PositiveFloat | None = None
-    """With muon, AdamW's learning rate after the warm-up; optim.lr if left out. It rises and falls
-    in proportion."""
+    """With muon, AdamW's learning rate after the warm-up; optim.lr if left out. It follows the same
+    schedule as optim.lr."""
     min_lr: NonNegativeFloat = 0.0
     """Learning rate at the decay's end."""
     warmup_steps: NonNegativeInt = 0

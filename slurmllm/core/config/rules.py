@@ -136,7 +136,7 @@ for _name in EXTRAS:
 
 
 @_rule("model.family", "model.rotary_pct", "model.attention_pattern")
-def rotary_kinds_rotate(family: str, pct: float, pattern: Any) -> str:
+def rotary_patterns_need_rotary_positions(family: str, pct: float, pattern: Any) -> str:
     rotates = FAMILIES[family].positions == "rotary" and pct > 0
     if rotates or all(kind.get("rope") is None for kind in pattern):
         return ""
@@ -147,7 +147,7 @@ def rotary_kinds_rotate(family: str, pct: float, pattern: Any) -> str:
 
 
 @_rule("model.family", "model.attention_pattern", "model.num_layers")
-def family_has_such_layers(family: str, pattern: Any, count: int) -> str:
+def family_allows_attention_pattern(family: str, pattern: Any, count: int) -> str:
     keys = FAMILIES[family].hugging_face.layers
     if keys is None or not (fault := keys.fault(pattern[:count])):
         return ""
@@ -315,7 +315,7 @@ _require(
 
 
 def _require_choice(path: str, default: Any, needs: str, choice: str) -> None:
-    """Refuse a value other than the default where no other choice uses it."""
+    """Add the rule that a setting has its default unless `needs` is `choice`, which uses it."""
 
     def check(chosen: str, value: Any) -> str:
         if value == default or chosen == choice:

@@ -127,7 +127,7 @@ def decide(
 def _exceeded_budget(
     closed: AttemptRecord, earlier: Attempts, limits: SlurmConfig, field: str, name: str
 ) -> str:
-    """Return how many attempts ended so, where they are more than slurm.`field`, or nothing."""
+    """Return a message if more attempts than slurm.`field` ended so, else an empty text."""
     budget = int(getattr(limits, field))
     begin = _end(closed) - limits.budget_hours * HOUR_S
     within = takewhile(lambda attempt: _end(attempt) >= begin, reversed(earlier))

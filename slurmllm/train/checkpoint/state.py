@@ -214,7 +214,7 @@ def model_differences(stored: ModelConfig, required: ModelConfig) -> list[str]:
 
 
 def _attention(model: ModelConfig) -> list[object]:
-    """Return what the fields on attention make of each layer: several values may make the same."""
+    """Return window and rotary positions of each layer: different settings may be equivalent."""
     return [
         (kind.window, kind.rope if kind.rope == "none" else model.rotary_scheme(kind))
         for kind in model.layer_kinds

@@ -322,7 +322,7 @@ class Decoder(nn.Module):
         # A later stage has a shard of the sequence under sequence parallelism.
         length = x.shape[1] if self.first else self.config.seq_len
         if self.first:
-            x = self._embedded(x, positions)
+            x = self._embed(x, positions)
         # Computed once for all layers.
         tables = {
             name: table if positions is None else table[:, positions]
@@ -344,7 +344,7 @@ class Decoder(nn.Module):
         out: Tensor = self.output(self.final_norm(x), head.weight, labels)
         return out
 
-    def _embedded(self, tokens: Tensor, positions: Tensor | None) -> Tensor:
+    def _embed(self, tokens: Tensor, positions: Tensor | None) -> Tensor:
         assert self.embed is not None
         x: Tensor = self.embed(tokens)
         if FAMILIES[self.config.family].scaled_embedding:

@@ -54,7 +54,7 @@ tiny_smollm3 | PATTERN[{"window":4},{"window":5}] | has windows of several lengt
 tiny_smollm3 | PATTERN[{"rope":"all"}] | attention_pattern.rope: 'all': must be none, or a base
 tiny_smollm3 | PATTERN[{"rope":9.5}] | has layers with another base; set model.rotary_base for all
 tiny_olmo3 | PATTERN[{"window":4},{"rope":"none"}] | has layers without rotary positions; leave rop
-tiny_gemma3 | PATTERN[{"rope":9.5},{"rope":8.5}] | has several bases for layers with the same windo
+tiny_gemma3 | PATTERN[{"rope":9.5},{"rope":8.5}] | has several rotary bases for layers with the sam
 tiny_llama | train.fp8_recipe=rowwise | rowwise is for train.precision fp8_mixed, and train.preci
 tiny_gpt3  | model.num_kv_heads=2 | gpt3 has as many key and value heads as attention heads; set 6
 tiny_llama | model.num_kv_heads=4 | 4 does not divide model.num_heads 6; choose 1, 2, 3 or 6

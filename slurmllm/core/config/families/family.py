@@ -63,9 +63,9 @@ class LayerKeys:
 
     Attributes:
         window: Default of `sliding_window`.
-        full_every: Default of `layer_types`: each layer of this multiple has full attention, the
+        full_every: Default of `layer_types`: every so many layers one has full attention, the
             others the window. 0: there is no such key.
-        unrotated_every: Default of `no_rope_layer_interval`: each layer of this multiple has no
+        unrotated_every: Default of `no_rope_layer_interval`: every so many layers one has no
             rotary positions, unless `no_rope_layers` says otherwise, and `use_sliding_window`
             gives these the window. 0: there are no such keys.
     """
@@ -89,7 +89,7 @@ class LayerKeys:
         if not self.full_every and every - {None, "none"}:
             return "has layers with another base; set model.rotary_base for all"
         if not self.unrotated_every and any(len(kinds) > 1 for kinds in ropes.values()):
-            return "has several bases for layers with the same window; choose one"
+            return "has several rotary bases for layers with the same window; choose one"
         return ""
 
 

@@ -192,7 +192,7 @@ def _fp8_faults(config: RunConfig) -> list[str]:
 
 
 def _fp8_sizes(recipe: Recipe) -> list[str]:
-    """Return a fault for each setting that makes products torch._scaled_mm refuses."""
+    """Return a fault for each setting with products whose sizes torch._scaled_mm refuses."""
     model, tensor = recipe.model, recipe.parallel.tensor
     micro_batch = recipe.train.micro_batch
     rows = micro_batch if isinstance(micro_batch, int) else 1  # auto: any number

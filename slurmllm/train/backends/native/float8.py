@@ -41,7 +41,7 @@ def device_fault(train: TrainConfig, device: Device) -> str | None:
     return (
         f"train.precision: fp8_mixed: train.fp8_recipe {train.fp8_recipe} needs an NVIDIA GPU of "
         "compute capability {}.{} or later, and this is {} of {}.{}; --set "
-        "train.precision=bf16_mixed, or take other nodes"
+        "train.precision=bf16_mixed, or use other nodes"
     ).format(*needed, torch.cuda.get_device_name(device.torch), *capability)
 
 

@@ -39,17 +39,17 @@ _LAYOUTS: dict[str, Layout] = {"qkv": "qkv", "gate_up": "gate_up"}
 
 
 class Matrix(NamedTuple):
-    """A matrix that is orthogonalized on its own: all rows of a parameter, or some.
+    """A matrix that is orthogonalized separately: all rows of a parameter, or some.
 
     Attributes:
         regions: Region of the matrix that each worker of the pipeline stage has, by rank.
-        here: Its rows in this worker's shard of the parameter.
+        local_rows: Its rows in this worker's shard of the parameter.
     """
 
     parameter: Tensor
     shape: torch.Size
     regions: Sequence[Region]
-    here: Tensor
+    local_rows: Tensor
 
 
 class MuonAdamW(torch.optim.Optimizer):
@@ -125,21 +125,21 @@ class MuonAdamW(torch.optim.Optimizer):
             for matrix, result in zip(owned, self._orthogonalize(owned, muon), strict=True):
                 lr = self._adjusted_lr(muon["lr"], muon["adjust_lr_fn"], matrix.shape)
                 shard = local_part(matrix.parameter)
-                rows = shard[matrix.here].float().mul_(1 - muon["lr"] * muon["weight_decay"])
-                shard[matrix.here] = rows.add_(result, alpha=-lr).to(shard.dtype)
+                rows = shard[matrix.local_rows].float().mul_(1 - muon["lr"] * muon["weight_decay"])
+                shard[matrix.local_rows] = rows.add_(result, alpha=-lr).to(shard.dtype)
 
     def _orthogonalize(self, owned: Sequence[Matrix], muon: Options) -> list[Tensor]:
         """Return this worker's part of the result for each matrix of a round, bf16."""
         mine = owned[self._rank]
-        nothing = mine.here.new_empty(0, dtype=torch.bfloat16)
+        nothing = mine.local_rows.new_empty(0, dtype=torch.bfloat16)
         directions = [nothing] * len(owned)
         sizes = [[0]] * len(owned)
         for worker in self._copy:
-            parameter, _, _, here = owned[worker]
-            direction = local_part(self.state[parameter][MOMENTUM])[here]
+            parameter, _, _, local_rows = owned[worker]
+            direction = local_part(self.state[parameter][MOMENTUM])[local_rows]
             if muon["nesterov"]:
                 assert parameter.grad is not None
-                direction = local_part(parameter.grad)[here].lerp(direction, muon["momentum"])
+                direction = local_part(parameter.grad)[local_rows].lerp(direction, muon["momentum"])
             directions[worker] = direction.bfloat16()
             sizes[worker] = sizes_of(mine.regions[worker])
         collected = self._exchange(directions, sizes)
@@ -166,9 +166,9 @@ class MuonAdamW(torch.optim.Optimizer):
 def _matrices(
     parameters: Mapping[str, Tensor], model: ModelConfig, group: dist.ProcessGroup
 ) -> Iterator[tuple[str, Matrix]]:
-    """Yield each matrix of the parameters after a name of its own (collective).
+    """Yield (name, matrix) of each matrix in the parameters; all workers of the group call this.
 
-    Number 0 of a parameter has no rows.
+    The first matrix of each parameter is empty.
     """
     everywhere: list[Any] = [None for _ in range(dist.get_world_size(group))]
     dist.all_gather_object(everywhere, [*map(local_region, parameters.values())], group)
@@ -182,6 +182,9 @@ def _matrices(
                 # The rows ascend, so that a worker's are neighbours in the matrix.
                 ends = torch.searchsorted(rows, torch.tensor([down.start, down.stop]))
                 regions.append((slice(*ends.tolist()), across))
-            here = rows[regions[dist.get_rank(group)][0]] - start
+            local_rows = rows[regions[dist.get_rank(group)][0]] - start
             shape = torch.Size([len(rows), parameter.shape[1]])
-            yield f"{name} {index}", Matrix(parameter, shape, regions, here.to(parameter.device))
+            yield (
+                f"{name} {index}",
+                Matrix(parameter, shape, regions, local_rows.to(parameter.device)),
+            )

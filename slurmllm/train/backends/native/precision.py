@@ -203,7 +203,7 @@ def adamw_step(
     return w * keep - size * m / (v.sqrt() * root + eps), m, v
 
 
-def guard_on_alignment(length: int) -> None:
+def specialize_on_alignment(length: int) -> None:
     """Have torch.compile make a graph of its own for rows of a multiple of 16 elements.
 
     Triton then accesses 16 bytes at a time, and without knowing the multiple one element.
@@ -227,7 +227,7 @@ def update_(
     `columns`, int32 [columns], are the numbers in the whole parameter that the random bits are
     hashed from.
     """
-    guard_on_alignment(weight.shape[-1])
+    specialize_on_alignment(weight.shape[-1])
     if weight.ndim == 1:
         weight, exp_avg, exp_avg_sq = (x.unsqueeze(0) for x in (weight, exp_avg, exp_avg_sq))
     bits = scramble(keys ^ columns)

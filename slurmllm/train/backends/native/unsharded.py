@@ -25,8 +25,8 @@ from slurmllm.train.backends.native.precision import (
     adamw_groups,
     adamw_step,
     coefficients,
-    guard_on_alignment,
     initial_state,
+    specialize_on_alignment,
 )
 
 
@@ -236,7 +236,7 @@ def update_mixed_(tensors: Sequence[Tensor], row: Tensor, factor: Tensor) -> Non
         factor: Of the gradient, fp32 without dimensions.
     """
     weight, exp_avg, exp_avg_sq, copy, gradient = tensors
-    guard_on_alignment(len(weight))
+    specialize_on_alignment(len(weight))
     w, m, v = adamw_step(weight, gradient.float() * factor, exp_avg, exp_avg_sq, row)
     weight.copy_(w)
     exp_avg.copy_(m)

@@ -274,7 +274,7 @@ _TENSOR_SIZES = (1, 2, 4, 8, 16, 32)
 
 
 def _shared_norms(model: ModelConfig, tensor: int) -> list[str]:
-    """Return a fault if tensor-parallel workers have shares of what one norm is over."""
+    """Return a fault if tensor parallelism splits the heads that one norm is computed over."""
     if tensor == 1 or not model.qk_norm or FAMILIES[model.family].qk_norm_over == "head":
         return []
     return [

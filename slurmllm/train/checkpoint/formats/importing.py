@@ -86,7 +86,7 @@ class ImportPlan(TensorPlan):
             and (problem := not_finite_text(ours))
         ):
             self.not_finite.append(
-                f"{mapping.ours}, as {ours.dtype}: {problem}; write another type"
+                f"{mapping.ours}, as {ours.dtype}: {problem}; choose a wider type"
             )
         return {mapping.ours: ours}
 
