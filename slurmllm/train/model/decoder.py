@@ -16,12 +16,7 @@ from torch.nn import functional as F
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from slurmllm.core.config.families import BLOCK_NORMS, FAMILIES
-from slurmllm.core.config.recipe import (
-    FULL_ATTENTION,
-    LayerAttention,
-    ModelConfig,
-    RopeScaling,
-)
+from slurmllm.core.config.recipe import FULL_ATTENTION, LayerAttention, ModelConfig
 from slurmllm.train.model.attention import document_mask, rotary_table, rotate
 from slurmllm.train.model.output import Output
 
@@ -268,12 +263,10 @@ class Decoder(nn.Module):
         # Makes masks of blocks from positions and a window, for compiled blocks; None: masks are
         # dense.
         self.document_blocks: Callable[[Tensor, Tensor | None], BlockMask] | None = None
-        self.rotary: Tensor
+        schemes = dict.fromkeys(map(config.rotary_scheme, config.layer_kinds))
         # Base and scaling of rotary positions → name of their table.
-        self.rotary_names: dict[tuple[float, RopeScaling | None], str] = {}
-        for scheme in dict.fromkeys(map(config.rotary_scheme, config.layer_kinds)):
-            count = len(self.rotary_names)
-            name = self.rotary_names[scheme] = f"rotary_{count}" if count else "rotary"
+        self.rotary_names = {scheme: f"rotary_{number}" for number, scheme in enumerate(schemes)}
+        for name in self.rotary_names.values():
             # Not persistent: computed from the configuration, so not part of checkpoints.
             table = torch.empty(2, config.seq_len, config.head_width // 2)
             self.register_buffer(name, table, persistent=False)
@@ -347,10 +340,8 @@ class Decoder(nn.Module):
     def _embed(self, tokens: Tensor, positions: Tensor | None) -> Tensor:
         assert self.embed is not None
         x: Tensor = self.embed(tokens)
-        if FAMILIES[self.config.family].scaled_embedding:
-            # Rounded as the embedding is (Gemma).
-            root = torch.tensor(math.sqrt(self.config.hidden_size), device="cpu")
-            x = x * root.to(x.dtype).item()
+        if (scale := embedding_scale(self.config, x.dtype)) != 1:
+            x = x * scale
         if self.positions is not None:
             if positions is None:
                 positions = torch.arange(tokens.shape[1], device=x.device).unsqueeze(0)
@@ -368,6 +359,13 @@ class Decoder(nn.Module):
             return document_mask(positions, x.dtype, None if is_full else window)
         tokens = None if is_full else torch.full((), window, device=x.device)
         return self.document_blocks(positions.expand(x.shape[0], -1), tokens)
+
+
+def embedding_scale(config: ModelConfig, dtype: torch.dtype) -> float:
+    """Return the factor of the embedding, rounded as the embedding is (Gemma)."""
+    if not FAMILIES[config.family].scaled_embedding:
+        return 1.0
+    return torch.tensor(math.sqrt(config.hidden_size), device="cpu").to(dtype).item()
 
 
 def make_norm(config: ModelConfig) -> nn.Module:

@@ -20,13 +20,13 @@ from neuronx_distributed.parallel_layers.loss_functions import parallel_cross_en
 from neuronx_distributed.parallel_layers.parallel_state import get_tensor_model_parallel_rank
 from torch import Tensor, nn
 
-from slurmllm.core.config.families import FAMILIES, sharding_plan
+from slurmllm.core.config.families import sharding_plan
 from slurmllm.core.config.recipe import ModelConfig, RopeScaling
 from slurmllm.plan.parameters import kv_copies
 from slurmllm.train.backends.nxd.arguments import SEQUENCE_DIMENSION
 from slurmllm.train.model import IGNORED
 from slurmllm.train.model.attention import document_starts, rotary_table, rotate
-from slurmllm.train.model.decoder import Block, CausalCore, Decoder
+from slurmllm.train.model.decoder import Block, CausalCore, Decoder, embedding_scale
 
 
 class Layers:
@@ -273,10 +273,7 @@ class ParallelDecoder(nn.Module):
         self.positions: nn.Module | None = None
         if decoder.positions is not None:
             self.positions = layers.vocabulary(decoder.positions, Positions)
-        self.scale = 1.0  # of the embedding, rounded as its weights are
-        if FAMILIES[config.family].scaled_embedding:
-            root = torch.tensor(math.sqrt(config.hidden_size), device="cpu")
-            self.scale = float(root.to(layers.dtype))
+        self.scale = embedding_scale(config, layers.dtype)
         self.embedding_norm = decoder.embedding_norm
         self.layers = nn.ModuleDict()
         for name, block in zip(decoder.layers, decoder.blocks(), strict=True):
