@@ -161,9 +161,8 @@ def _text_config(values: Values) -> Values:
     text_config = values.get("text_config")
     for family in FAMILIES.values():
         dialect = family.hugging_face
-        wrapper = dialect.wrapper
-        if wrapper and values.get("model_type") == wrapper and isinstance(text_config, dict):
-            log.warning("%s: only its text model is read, a %s", wrapper, dialect.causal)
+        if values.get("model_type") == dialect.wrapper != "" and isinstance(text_config, dict):
+            log.warning("%s: only its text model is read, a %s", dialect.wrapper, dialect.causal)
             shared = {key: values[key] for key in _SHARED_WITH_TEXT if key in values}
             return {**text_config, **shared, "model_type": dialect.model_type}
     return values

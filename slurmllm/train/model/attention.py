@@ -64,9 +64,9 @@ def _frequencies(
         return frequencies, 1.0
     if scaling.kind == "linear":
         return frequencies / scaling.factor, 1.0
-    if scaling.kind == "llama3":
-        return _llama3_frequencies(frequencies, scaling.model_dump()), 1.0
     fields = scaling.model_dump()
+    if scaling.kind == "llama3":
+        return _llama3_frequencies(frequencies, fields), 1.0
     divided = 1.0 / (scaling.factor * lengths)
     share = 1 - _yarn_ramp(rotated, base, fields)
     return divided * (1 - share) + frequencies * share, _yarn_attention_factor(fields)
