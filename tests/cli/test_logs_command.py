@@ -96,7 +96,9 @@ def test_a_worker_without_a_log_printed_nothing_or_was_not_collected(run: RunDir
     assert "rank 1 on b, train attempt 0: it printed nothing" in result.stderr
 
 
-def test_a_running_worker_s_log_is_read_on_its_node(run: RunDir, tmp_path: Path) -> None:
+def test_a_running_worker_s_log_is_read_on_its_node(
+    run: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     attempt, log = run.attempt("train", 0), run.worker_log("train", 0, 1)
     record = AttemptRecord.load(attempt.record).model_copy(update={"ended_at": None})
     record.save(attempt.record)
@@ -104,6 +106,14 @@ def test_a_running_worker_s_log_is_read_on_its_node(run: RunDir, tmp_path: Path)
     NodeRecord(node="b", pids={1: 1}, log_folder=str(tmp_path)).save(attempt.node("b"))
     assert logs("--rank", "1").stdout == "one\nlast\ufffd\n"
     assert logs("--rank", "1", "-n", "1").stdout == "last\ufffd\n"
+    with monkeypatch.context() as patched:  # srun ends after its output has
+        (tmp_path / "bin").mkdir()
+        slow = tmp_path / "bin" / "tail"
+        slow.write_text(f'#!/bin/sh\n{shutil.which("tail")} "$@"\nexec >&-\nsleep 0.2\n')
+        slow.chmod(0o755)
+        patched.setenv("PATH", str(slow.parent), prepend=":")
+        result = logs("--rank", "1")
+        assert (result.exit_code, result.output) == (0, "one\nlast\ufffd\n"), result.output
     result = logs("--ranks", "0,1", "--stage", "train")
     assert "without 1 log on the disks of the nodes" in result.stderr
     assert "[rank 0 a] zero" in result.stdout

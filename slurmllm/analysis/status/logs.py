@@ -300,9 +300,9 @@ class MergedLogs:
                 while line := process.stdout.readline(_LONGEST_BYTES):
                     self._printed.add(key)
                     yield [RankLine(*key, text_of(line.removesuffix(b"\n")))]
-            finally:
-                if process.poll() is None:
-                    process.terminate()  # srun survives a first Ctrl-C
+            except BaseException:
+                process.terminate()  # srun survives a first Ctrl-C
+                raise
         return process.returncode == 0
 
     def _worker_logs(self, stage: Stage) -> dict[int, list[_RankLog]]:
