@@ -88,11 +88,17 @@ def _nemotron(layers: int, hidden: int, heads: int) -> Shape:
     return _llama(layers, hidden, heads, 8, 8 * hidden // 3, 256000)
 
 
+def _tied(shape: Shape) -> Shape:
+    return shape._replace(overrides=[*shape.overrides, "model.tied_embeddings=true"])
+
+
 # Llama 1 to 3: their papers and config.json; GPT-3: Brown et al. 2020, table 2.1, and
 # neuronx-nemo-megatron's gpt_23b.sh, gpt_46b.sh; MPT: llm-foundry's mcli and throughput configs;
 # Llama 2 34B: fms-fsdp's config_utils.py; InternLM: InternEvo's 7B_sft.py; Nemotron 4: NeMo's
 # nemotron.py; 22B to 1T: Korthikanti et al. 2022, table 3; BLOOM: its preliminary runs, hidden size
-# × layers and heads, with ALiBi.
+# × layers and heads, with ALiBi. GPT-2: llm.c and modded-nanogpt's logs; GPT-3 of other heads:
+# FlashAttention's training/configs, FlagPerf's gpt3_6.7B; Baichuan 2 and Qwen: their config.json;
+# KempnerForge, nanotron: the scripts of their benchmarks.
 SHAPES = {
     "Pythia-6.9B": _neox(32, 4096, 32),
     "GPT-NeoX-20B": _neox(44, 6144, 64),
@@ -130,6 +136,22 @@ SHAPES = {
     "InternLM-7B": _llama(32, 4096, 32, 32, 11008, 103168),
     "Nemotron-4-15B": _nemotron(32, 6144, 48),
     "Nemotron-4-340B": _nemotron(96, 18432, 96),
+    "GPT2-124M": _gpt(12, 768, 12),
+    "GPT2-124M-h6": _gpt(12, 768, 6),
+    "GPT2-1.5B-52": _gpt(52, 1536, 12),
+    "GPT3-125M": _gpt(12, 768, 12),
+    "GPT3-355M": _gpt(24, 1024, 16),
+    "GPT3-760M": _gpt(24, 1536, 16),
+    "GPT3-2.7B": _gpt(32, 2560, 20),
+    "GPT3-13B-h128": _gpt(40, 5120, 128),
+    "Baichuan2-7B": _llama(32, 4096, 32, 32, 11008, 125696),
+    "Qwen-7B": _llama(32, 4096, 32, 32, 11008, 151936),
+    "KempnerForge-15B": _llama(40, 5120, 40, 8, 17920, 128256),
+    "KempnerForge-29B": _llama(56, 6144, 48, 8, 21504, 128256),
+    "Nanotron-1.3B": _tied(_llama(16, 2048, 32, 32, 8192, 131072)),
+    "Nanotron-3.6B": _tied(_llama(28, 3072, 32, 32, 8192, 131072)),
+    "Nanotron-8.9B": _llama(32, 4096, 32, 32, 14336, 131072),
+    "Nanotron-80B": _llama(80, 8192, 64, 64, 28672, 131072),
     **{
         f"BLOOM-{hidden}x{layers}-h{heads}": _gpt(layers, hidden, heads, 250880)
         for hidden, layers in ((14336, 72), (13824, 78), (13312, 84), (12288, 96))
@@ -154,7 +176,7 @@ class Row:
     network_is_stated: bool  # by the source; else the profile's
     gradients: str  # as workers sum them: bf16 or fp32; empty: not known
     group: str  # repository and model; its rows are in one half
-    half: str  # fit or held_out; empty: of published_gpu.csv and published_trn1.csv
+    half: str  # fit, held_out or fresh; empty: of published_gpu.csv and published_trn1.csv
     trainer: Trainer
 
     @property
