@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from operator import attrgetter
 
 from slurmllm.core.config.resolve import RunConfig
+from slurmllm.core.config.rules import yaml_text
 from slurmllm.core.config.validate import PLANNER
 from slurmllm.core.errors import ConfigError
 from slurmllm.core.format import Json, Texts, format_gib, format_mfu, format_plural
@@ -281,16 +282,10 @@ def changes(config: RunConfig, candidate: LayoutEstimate, chosen: bool = True) -
     if measures_micro_batch(config):
         open_paths.append(_MICRO_BATCH)
     return [
-        f"{path}={_yaml_text(_setting(candidate.config, path))}"
+        f"{path}={yaml_text(_setting(candidate.config, path))}"
         for path in VARIED
         if path not in open_paths and _setting(config, path) != _setting(candidate.config, path)
     ]
-
-
-def _yaml_text(value: object) -> str:
-    if value is None:
-        return "null"
-    return f"[{','.join(value)}]" if isinstance(value, tuple) else str(value).lower()
 
 
 def _setting(config: RunConfig, path: str) -> object:

@@ -241,11 +241,10 @@ def write_config(
 ) -> None:
     """Write a config.json; `dtype` is the weights' type by torch's name (`bfloat16`)."""
     dialect = FAMILIES[model.family].hugging_face
-    scalar = model.query_pre_attn_scalar or model.head_width
     resolved = {
         **dict(model),
         "num_kv_heads": model.kv_heads,
-        "query_pre_attn_scalar": int(scalar) if scalar == int(scalar) else scalar,
+        "query_pre_attn_scalar": model.query_pre_attn_scalar or model.head_width,
         "head_dim": model.head_width,
         "activation": ACTIVATION_NAMES[model.activation][0],
     }

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from slurmllm.core.config.families import FAMILIES, Family
 from slurmllm.core.config.families.family import LayerKeys
+from slurmllm.core.config.operation import LARGEST
 from slurmllm.core.config.recipe import (
     FULL_ATTENTION,
     SCALING_FIELDS,
@@ -32,6 +33,7 @@ _SCALING_KEYS = {
 }
 _FULL = "full_attention"
 _SLIDING = "sliding_attention"
+_TYPES = (_SLIDING, _FULL)
 
 
 class Rope(NamedTuple):
@@ -49,8 +51,14 @@ def attention_fields(values: Values, family: Family, count: Any, faults: list[st
     """
     dialect = family.hugging_face
     layers: list[Values] = []
-    if dialect.layers is not None and type(count) is int:
-        layers = _layers(values, dialect.layers, min(count, 100_000), faults)
+    if type(count) is int:
+        count = min(count, 100_000)
+        if dialect.layers is not None:
+            layers = _layers(values, dialect.layers, count, faults)
+        elif "use_sliding_window" in dialect.fixed and any(
+            _flags(values, "layer_types", 1, _TYPES, count, faults)
+        ):
+            faults.append(f"layer_types: {_SLIDING} needs use_sliding_window; set {_FULL}")
     fields: Values = {"attention_pattern": layers}
     if family.positions != "rotary":
         return fields
@@ -60,7 +68,7 @@ def attention_fields(values: Values, family: Family, count: Any, faults: list[st
     scaled = [rope for rope in ropes.values() if rope.scaling is not None]
     if any(rope != scaled[0] for rope in scaled):
         faults.append("rope_parameters: only one type of layers may have scaled positions")
-    shared = scaled[0] if scaled else ropes.get(_FULL) or next(iter(ropes.values()))
+    shared = (scaled or [*ropes.values()])[0]
     fields["rotary_pct"] = next((rope.pct for rope in ropes.values() if rope.pct != 1), shared.pct)
     fields["rotary_base"] = shared.base
     fields["rope_scaling"] = shared.scaling
@@ -78,7 +86,7 @@ def _layers(values: Values, keys: LayerKeys, count: int, faults: list[str]) -> l
     if window is not None and (type(window) is not int or window < 1):
         faults.append(f"sliding_window: {window!r} is not a number of tokens")
         return []
-    rotated = windowed = [True for _ in range(count)]
+    rotated = windowed = [True] * count
     if keys.unrotated_every:
         every = values.get("no_rope_layer_interval", keys.unrotated_every)
         rotated = _flags(values, "no_rope_layers", every, (1, 0), count, faults)
@@ -87,12 +95,12 @@ def _layers(values: Values, keys: LayerKeys, count: int, faults: list[str]) -> l
             window = None
     if keys.full_every or (keys.unrotated_every and types is not None):
         every = values.get("sliding_window_pattern", keys.full_every)
-        windowed = _flags(values, "layer_types", every, (_SLIDING, _FULL), count, faults)
+        windowed = _flags(values, "layer_types", every, _TYPES, count, faults)
         if window is None and any(windowed):
             faults.append(f"layer_types: {_SLIDING} needs a sliding_window, which is not set")
         if types is None and values.get("_sliding_window_pattern", every) != every:
             faults.append("_sliding_window_pattern: is not read; set sliding_window_pattern")
-    elif window is not None and types not in (None, [_SLIDING for _ in range(count)]):
+    elif window is not None and types not in (None, [_SLIDING] * count):
         faults.append(
             f"layer_types: all layers have the sliding_window {window}; set it to null, or remove "
             "layer_types"
@@ -200,7 +208,8 @@ def _scaling(
         original = scaling[name]
         are_lengths = type(longest) is type(original) is int and longest and original
         if kind == "yarn" and "factor" not in scaling and are_lengths:
-            scaling["factor"] = longest / original
+            # Larger ones, which may overflow, are faults of their own.
+            scaling["factor"] = min(longest, LARGEST) / original
     return {"kind": kind, **scaling}
 
 

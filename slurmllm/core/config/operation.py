@@ -24,7 +24,8 @@ from slurmllm.core.config.variables import refuse_reserved
 EnvName = Annotated[
     str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$"), AfterValidator(refuse_reserved)
 ]
-PositiveInt = Annotated[int, Field(gt=0, lt=2**40)]
+LARGEST = 2**40  # that no setting reaches
+PositiveInt = Annotated[int, Field(gt=0, lt=LARGEST)]
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
@@ -36,7 +37,7 @@ class Section(
 
 
 def _number_or_auto(value: Any) -> Any:
-    if value == "auto" or (type(value) is int and 0 < value < 2**40):
+    if value == "auto" or (type(value) is int and 0 < value < LARGEST):
         return value
     raise ValueError("must be a whole number above 0, or auto")
 

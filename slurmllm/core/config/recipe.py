@@ -186,8 +186,8 @@ class ModelConfig(Section):
     attention_pattern: Annotated[tuple[LayerAttention, ...], Field(strict=False)] = ()
     """Attention of the layers, repeated over them: for each a mapping with a window in tokens, or
     with other rotary positions (rope: none, or their base), `{}` for full attention; full by
-    default."""
-    query_pre_attn_scalar: PositiveFloat | None = None
+    default. More entries than num_layers must repeat a pattern that fits."""
+    query_pre_attn_scalar: PositiveInt | None = None
     """Attention scores are divided by the square root of this; by default the width of a head."""
     attention_softcap: PositiveFloat | None = None
     """Soft cap of attention scores, cap · tanh(score / cap); none by default."""
@@ -236,13 +236,18 @@ class ModelConfig(Section):
         pattern = tuple(
             LayerAttention(window=kind.window) if kind.rope == base else kind for kind in pattern
         )
-        layers = [*islice(cycle(pattern), count)]
-        period = next(n for n in range(1, count + 1) if layers[n:] == layers[:-n])
-        return () if layers[:period] == [FULL_ATTENTION] else tuple(layers[:period])
+        if _period(pattern) > count:
+            raise ValueError(
+                f"has {len(pattern)} entries, which model.num_layers {count} would cut off; leave "
+                f"out the last {len(pattern) - count}"
+            )
+        layers = tuple(islice(cycle(pattern), count))
+        pattern = layers[: _period(layers)]
+        return () if pattern == (FULL_ATTENTION,) else pattern
 
     @field_validator("query_pre_attn_scalar")
     @classmethod
-    def _leave_out_default(cls, scalar: float | None, info: ValidationInfo) -> float | None:
+    def _leave_out_default(cls, scalar: int | None, info: ValidationInfo) -> int | None:
         width, heads = info.data.get("head_dim"), info.data.get("num_heads")
         hidden = info.data.get("hidden_size")
         if width is None and heads and hidden:
@@ -282,6 +287,11 @@ class ModelConfig(Section):
         """Rows of the embedding: the vocabulary rounded up."""
         multiple = self.vocab_pad_multiple
         return (self.vocab_size + multiple - 1) // multiple * multiple
+
+
+def _period(layers: Sequence[LayerAttention]) -> int:
+    """Return the length of the shortest pattern that, repeated, gives these layers."""
+    return next(n for n in range(1, len(layers) + 1) if layers[n:] == layers[:-n])
 
 
 def with_family(values: Mapping[str, Any]) -> Values:

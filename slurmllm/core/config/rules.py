@@ -47,11 +47,16 @@ def choose(options: list[int]) -> str:
 
 
 def _alternatives(options: Iterable[Any]) -> str:
-    *names, last = map(_yaml_text, options)
+    *names, last = map(yaml_text, options)
     return f"{', '.join(names)} or {last}" if names else last
 
 
-def _yaml_text(value: Any) -> str:
+def yaml_text(value: object) -> str:
+    """Return a value as `--set` takes it, without blanks."""
+    if value is None:
+        return "null"
+    if isinstance(value, tuple):
+        return f"[{','.join(value)}]"
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
@@ -60,7 +65,7 @@ def _possible_in_family(name: str, family: str, value: Any) -> str:
     if choices is None or value in choices:
         return ""
     return (
-        f"model.{name}: {_yaml_text(value)} does not go with model.family {family}; "
+        f"model.{name}: {yaml_text(value)} does not go with model.family {family}; "
         f"set {_alternatives(choices)}, or leave it out"
     )
 
@@ -321,8 +326,8 @@ def _require_choice(path: str, default: Any, needs: str, choice: str) -> None:
         if value == default or chosen == choice:
             return ""
         return (
-            f"{path}: {_yaml_text(value)} is for {needs} {choice}, and {needs} is {chosen}; leave "
-            f"it out, or set {needs}={choice}"
+            f"{path}: {yaml_text(value)} is for {needs} {choice}, and {needs} is {chosen}; leave "
+            f"it out (of a run: --set {path}={yaml_text(default)}), or set {needs}={choice}"
         )
 
     RULES.append(((needs, path), check))

@@ -48,7 +48,9 @@ tiny_llama | model.attention_softcap=2.0 | model.attention_softcap: model.family
 tiny_llama | model.attention_pattern=[{"window":7}] | model.family llama has none; leave it out, or
 tiny_llama | GEMMA model.attention_pattern=[{"window":0}] | window: 0: must be greater than 0
 tiny_llama | GEMMA model.attention_pattern=[{"rope":0}] | rope: 0: must be none, or a base above
+tiny_llama | GEMMA model.num_layers=2 PATTERN[{},{},{"window":9}] | has 3 entries, which model.num_l
 tiny_llama | model.query_pre_attn_scalar=0 | must be greater than 0
+tiny_llama | model.query_pre_attn_scalar=30.5 | 30.5 (--set model.query_pre_attn_scalar=30.5): must
 tiny_mistral | PATTERN[{"window":4},{}] | has layers with and without a window; give all the same
 tiny_smollm3 | PATTERN[{"window":4},{"window":5}] | has windows of several lengths; choose one
 tiny_smollm3 | PATTERN[{"rope":"all"}] | attention_pattern.rope: 'all': must be none, or a base
@@ -56,6 +58,8 @@ tiny_smollm3 | PATTERN[{"rope":9.5}] | has layers with another base; set model.r
 tiny_olmo3 | PATTERN[{"window":4},{"rope":"none"}] | has layers without rotary positions; leave rop
 tiny_gemma3 | PATTERN[{"rope":9.5},{"rope":8.5}] | has several rotary bases for layers with the sam
 tiny_llama | train.fp8_recipe=rowwise | rowwise is for train.precision fp8_mixed, and train.preci
+tiny_llama | train.fp8_recipe=rowwise | leave it out (of a run: --set train.fp8_recipe=tensorwise),
+tiny_llama | optim.adamw_lr=1 | leave it out (of a run: --set optim.adamw_lr=null), or set optim.nam
 tiny_gpt3  | model.num_kv_heads=2 | gpt3 has as many key and value heads as attention heads; set 6
 tiny_llama | model.num_kv_heads=4 | 4 does not divide model.num_heads 6; choose 1, 2, 3 or 6
 tiny_llama | model.output_init_std=0.01 | 0.01 and model.scaled_init both set the standard deviation

@@ -93,6 +93,18 @@ def tensors(source: Path, change: Callable[[dict[str, torch.Tensor]], object]) -
             "rope_scaling.mrope_section: [2, 2] is not known for 'yarn'",
         ),
         ("qwen3", {"use_sliding_window": True}, "use_sliding_window: True is not supported"),
+        (
+            "qwen3",  # transformers computes a mask with no window, and fails
+            {"layer_types": ["sliding_attention", "full_attention"]},
+            "layer_types: sliding_attention needs use_sliding_window; set full_attention",
+        ),
+        ("qwen3", {"layer_types": ["full_attention"]}, "layer_types: must be a list with sliding"),
+        (
+            "llama",
+            {"rope_scaling": YARN | {"factor": None}, "max_position_embeddings": 10**400},
+            "1 error\n  max_position_embeddings: 1000",
+        ),
+        ("gemma3", {"query_pre_attn_scalar": 30.5}, "query_pre_attn_scalar: 30.5: Input should be"),
         ("llama", {"num_local_experts": 8}, "num_local_experts: 8 is not supported: the decoder"),
         ("llama", {"kv_lora_rank": 512}, "the decoder has no latent attention (MLA)"),
         (
