@@ -96,9 +96,9 @@ def _tied(shape: Shape) -> Shape:
 # neuronx-nemo-megatron's gpt_23b.sh, gpt_46b.sh; MPT: llm-foundry's mcli and throughput configs;
 # Llama 2 34B: fms-fsdp's config_utils.py; InternLM: InternEvo's 7B_sft.py; Nemotron 4: NeMo's
 # nemotron.py; 22B to 1T: Korthikanti et al. 2022, table 3; BLOOM: its preliminary runs, hidden size
-# × layers and heads, with ALiBi. GPT-2: llm.c and modded-nanogpt's logs; GPT-3 of other heads:
-# FlashAttention's training/configs, FlagPerf's gpt3_6.7B; Baichuan 2 and Qwen: their config.json;
-# KempnerForge, nanotron: the scripts of their benchmarks.
+# × layers and heads, with ALiBi. GPT-2: llm.c and modded-nanogpt's logs; GPT-3 of other sizes:
+# FlashAttention's training/configs, FlagPerf's gpt3_6.7B, NeMo's launcher; Baichuan 2 and Qwen:
+# their config.json; KempnerForge, nanotron: the scripts of their benchmarks.
 SHAPES = {
     "Pythia-6.9B": _neox(32, 4096, 32),
     "GPT-NeoX-20B": _neox(44, 6144, 64),
@@ -143,6 +143,8 @@ SHAPES = {
     "GPT3-355M": _gpt(24, 1024, 16),
     "GPT3-760M": _gpt(24, 1536, 16),
     "GPT3-2.7B": _gpt(32, 2560, 20),
+    "GPT3-20B": _gpt(44, 6144, 48),
+    "GPT3-40B": _gpt(48, 8192, 64),
     "GPT3-13B-h128": _gpt(40, 5120, 128),
     "Baichuan2-7B": _llama(32, 4096, 32, 32, 11008, 125696),
     "Qwen-7B": _llama(32, 4096, 32, 32, 11008, 151936),
