@@ -4,13 +4,14 @@ python tools/benchmarks/models_against_transformers.py [--families olmo3,gemma3]
 
 A small random model of transformers is saved, imported, and trained by `slurmllm submit --local`
 (one process, fp32, uncompiled) on the built-in corpus. The plain loop loads the same folder and
-trains on the same batches with torch's AdamW, once in fp32 and once in fp64. The largest relative
-differences of all steps are printed; what fp32 differs from fp64 is rounding.
+trains on the same batches with torch's AdamW, in fp32. The largest relative differences of all
+steps are printed. Exit code 1: one is above 1e-6.
 """
 
 from __future__ import annotations
 
 import argparse
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "nanochat": ("NanoChat", {**_SIZES, "num_key_value_heads": 4}),
 }
 LENGTH = 64
+TOLERANCE = 1e-6
 
 
 def write_model(family: str, folder: Path) -> None:
@@ -79,15 +81,16 @@ def train_ours(family: str, model: Path, work: Path, settings: dict[str, Any]) -
     return load(RunDir(run.path).config)
 
 
-def train_plain(config: RunConfig, model: Path, dtype: torch.dtype) -> Rows:
+def train_plain(config: RunConfig, model: Path) -> Rows:
     """Train transformers' model as the recipe says."""
     import transformers
 
     recipe, rows = config.recipe, []
     optim, steps = recipe.optim, recipe.train.steps
     network: Any = transformers.AutoModelForCausalLM.from_pretrained(
-        model, dtype=dtype, attn_implementation="eager"
+        model, dtype=torch.float32, attn_implementation="eager"
     ).train()
+    parameters = list(network.parameters())
     groups = decay_groups(network, optim.weight_decay)
     optimizer = torch.optim.AdamW(groups, optim.lr, optim.betas, optim.eps)
     with PackedStream(StreamSpec.of(recipe), 0, 1) as stream:
@@ -97,7 +100,9 @@ def train_plain(config: RunConfig, model: Path, dtype: torch.dtype) -> Rows:
             labels = torch.from_numpy(batch.labels(-100))
             loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten())
             loss.backward()
-            norm = torch.nn.utils.clip_grad_norm_(network.parameters(), optim.grad_clip)
+            # clip_grad_norm_ sums in fp32: wrong by 5e-6 for 500,000 elements, 1e-4 for 4 million.
+            norm = torch.stack([p.grad.double().square().sum() for p in parameters]).sum().sqrt()
+            torch.nn.utils.clip_grads_with_norm_(parameters, optim.grad_clip, norm)
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate(optim, steps, step)
             optimizer.step()
@@ -106,14 +111,8 @@ def train_plain(config: RunConfig, model: Path, dtype: torch.dtype) -> Rows:
     return np.array(rows)
 
 
-def deviation(rows: Rows, reference: Rows) -> tuple[float, float]:
-    """Return the largest relative difference of loss and of gradient norm."""
-    loss, norm = np.abs(rows / reference - 1).max(axis=0).tolist()
-    return loss, norm
-
-
-def compare(family: str, steps: int, lr: float, work: Path) -> dict[str, tuple[float, float]]:
-    """Train one family; return what is compared → largest relative differences."""
+def compare(family: str, steps: int, lr: float, work: Path) -> tuple[float, float]:
+    """Train one family; return the largest relative difference of loss and of gradient norm."""
     model = work / "model"
     write_model(family, model)
     settings = {"train.steps": steps, "optim.lr": lr, "optim.min_lr": lr / 10}
@@ -121,12 +120,8 @@ def compare(family: str, steps: int, lr: float, work: Path) -> dict[str, tuple[f
     curve = slurmllm.read_curves(work / "runs" / family).to_pandas()
     ours = curve[["loss", "grad_norm"]].to_numpy()
     assert len(ours) == steps
-    plain, exact = (train_plain(config, model, dtype) for dtype in (torch.float32, torch.float64))
-    return {
-        "ours to transformers": deviation(ours, plain),
-        "ours to fp64": deviation(ours, exact),
-        "transformers to fp64": deviation(plain, exact),
-    }
+    loss, norm = np.abs(ours / train_plain(config, model) - 1).max(axis=0).tolist()
+    return loss, norm
 
 
 def main() -> None:
@@ -136,11 +131,13 @@ def main() -> None:
     parser.add_argument("--lr", type=float, default=3e-4)
     options = parser.parse_args()
     torch.set_num_threads(1)  # as each of our workers; the models are small
+    largest = 0.0
     for family in options.families.split(","):
         with tempfile.TemporaryDirectory() as folder:
-            result = compare(family, options.steps, options.lr, Path(folder))
-        for name, (loss, norm) in result.items():
-            print(f"{family:<10}{name:<22}loss {loss:.1e}  gradient norm {norm:.1e}", flush=True)
+            loss, norm = compare(family, options.steps, options.lr, Path(folder))
+        print(f"{family:<10}loss {loss:.1e}  gradient norm {norm:.1e}", flush=True)
+        largest = max(largest, loss, norm)
+    sys.exit(largest > TOLERANCE)
 
 
 if __name__ == "__main__":
