@@ -97,7 +97,8 @@ def fit_products(products: Samples) -> tuple[float, float]:
     columns = np.stack([measured, measured / [min(product.sizes) for product in products]], axis=1)
     (slope, half), _ = nnls(columns, np.ones(len(products)))
     if slope == 0:  # unphysical: the rate alone
-        slope, half = measured.sum() / (measured @ measured), 0.0
+        slope = measured.sum() / (measured @ measured)
+        half = 0.0
     return float(flops.max() / slope), float(half / slope)
 
 
@@ -149,7 +150,8 @@ def _memory(measured: Samples, profile: Hardware | None) -> dict[str, float]:
 
     The share of GPUs, on which it is not measured alone, is that of a copy until `fit_steps`.
     """
-    copy, of_gpu = _select(measured, "copy")[0], _select(measured, "gpu_step", minimum=0)
+    copy = _select(measured, "copy")[0]
+    of_gpu = _select(measured, "gpu_step", minimum=0)
     kinds = () if of_gpu else ("block", "logits", "optimizer")
     works = [_select(measured, "elementwise", variant)[0] for variant in kinds] or [copy]
     rates = [sample.sizes[0] / sample.value for sample in (*works, copy)]
@@ -185,7 +187,8 @@ def fit_steps(steps: Samples, task: Task, values: Values) -> float:
             predicted.append(step.total - step.overhead)
         return predicted[1] - predicted[0] - (many.value - few.value)
 
-    low, high = 0.05, 1.0
+    low = 0.05
+    high = 1.0
     for _ in range(20):  # bisection: the prediction falls as the efficiency rises
         middle = (low + high) / 2
         low, high = (middle, high) if excess_s(middle) > 0 else (low, middle)
@@ -208,7 +211,8 @@ def fit_link(samples: Samples) -> Link:
     collectives.
     """
     workers = samples[0].sizes[0]
-    share, hops = (workers - 1) / workers, math.log2(workers)
+    share = (workers - 1) / workers
+    hops = math.log2(workers)
     large = max(sample.sizes[1] for sample in samples)
     smallest = min((s for s in samples if s.kind == "all_reduce"), key=lambda s: s.sizes)
     small = smallest.value / 2

@@ -83,7 +83,8 @@ def draw_matrix_utilization(rows: Sequence[Values], profile: str) -> Figure:
 
     Left: k and n grow together, as in feed-forward matrices; right, if measured: k for some n.
     """
-    together, alone = dict[str, list[Values]](), dict[str, list[Values]]()
+    together = dict[str, list[Values]]()
+    alone = dict[str, list[Values]]()
     for row in rows:
         if row["n"] == 4 * row["k"]:
             name = f"{row['precision']}, peak {row['peak_tflops']:.4g} TFLOP/s"
@@ -105,7 +106,8 @@ def draw_matrix_utilization(rows: Sequence[Values], profile: str) -> Figure:
 
 def _draw_shares(axes: Axes, lines: Mapping[str, Sequence[Values]]) -> None:
     for number, (name, rows) in enumerate(lines.items()):
-        widths, color = [row["k"] for row in rows], COLORS[number]
+        widths = [row["k"] for row in rows]
+        color = COLORS[number]
         for kind, marker, style in (("measured", MARKERS[number], "-"), ("planner", "", ":")):
             shares = [row[f"{kind}_utilization"] for row in rows]
             if None not in shares:

@@ -31,7 +31,8 @@ from slurmllm.train.model.output import softmax_, statistics
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _MIB = 1 << 20
 # Together more than a worker's share of most processors' caches.
-_COLD_BYTES, _LAYERS = 64 * _MIB, 16
+_COLD_BYTES = 64 * _MIB
+_LAYERS = 16
 
 Work = Callable[[], object]
 
@@ -57,9 +58,11 @@ def scale_of(task: Task) -> Scale:
     products = PRODUCT_SIZES[task.device]
     if task.device == "cuda":
         # Attention of the model whose steps are timed: its kernels have been chosen then.
-        model, sizes = _model(2048, 16, 50304, 2048), (8 * 1024, 16 * _MIB, 256 * _MIB)
+        model = _model(2048, 16, 50304, 2048)
+        sizes = (8 * 1024, 16 * _MIB, 256 * _MIB)
         return Scale(model, 4, *products, 1024 * _MIB, sizes, 0.1, 3)
-    model, sizes = _model(512, 8, 16384, 512), (1024, _MIB, 16 * _MIB)
+    model = _model(512, 8, 16384, 512)
+    sizes = (1024, _MIB, 16 * _MIB)
     return Scale(model, 4, *products, 256 * _MIB, sizes, 0.15, 3)
 
 
@@ -98,7 +101,8 @@ def measure(
         budget_s: Time for each item and round, s.
         limit_s: For everything; what it cuts short is shorter, and has fewer rounds, but one.
     """
-    begun, seconds = time.monotonic(), list[list[float]]()
+    begun = time.monotonic()
+    seconds = list[list[float]]()
     if limit_s < math.inf:  # the same on all workers, as are the calls of collectives
         limit_s = _least(limit_s, device)
         budget_s = min(budget_s, limit_s / len(items) / (rounds + 1))  # and each one's first call
@@ -126,7 +130,8 @@ def _seconds(item: Item, device: torch.device, budget_s: float) -> float:
         count = max(2, min(1000, round(budget_s / float(once))))
         return _counted(item.work, device, count) / count
     # Not collective: workers need not agree on the number of calls.
-    begun, count = time.perf_counter(), 0
+    begun = time.perf_counter()
+    count = 0
     while count == 0 or time.perf_counter() - begun < budget_s:
         item.work()
         count += 1
@@ -212,12 +217,14 @@ def elementwise(model: ModelConfig, precision: str, batch: int, compiled: bool) 
     def made(function: Callable[..., Any]) -> Any:
         return torch.compile(function, fullgraph=True, dynamic=False) if compiled else function
 
-    tokens, kind = batch * model.seq_len, _DTYPES[precision]
+    tokens = batch * model.seq_len
+    kind = _DTYPES[precision]
     width = torch.empty((), dtype=kind).element_size()
     moved = 3 * block_elements(model, tokens, 1, False) * width
     yield Item("elementwise", "block", (moved,), _block(model, tokens, kind, made))
     logits = torch.randn(tokens, model.padded_vocab_size, dtype=kind)
-    sums, softmax = made(statistics), made(softmax_)
+    sums = made(statistics)
+    softmax = made(softmax_)
 
     def over_logits() -> None:
         largest, total = sums(logits)
@@ -247,7 +254,8 @@ def _block(
 ) -> Callable[[], None]:
     """Return norms, residual sums, rotary positions and activation, forward and backward."""
     heads = (1, tokens, model.num_heads, model.head_width)
-    stream, wide = (tokens, model.hidden_size), (tokens, model.ffn_hidden_size)
+    stream = (tokens, model.hidden_size)
+    wide = (tokens, model.ffn_hidden_size)
     norms = [make_norm(model).to(kind) for _ in range(2)]
     table = rotary_table(tokens, model.head_width, model.rotary_pct, model.rotary_base)
     table = table.to(torch.get_default_device())

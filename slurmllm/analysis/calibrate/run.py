@@ -112,11 +112,13 @@ def require_measurable(config: RunConfig) -> None:
 
 
 def task_of(config: RunConfig, allocation: Allocation, quick: bool) -> Task:
-    cluster, train = config.cluster, config.recipe.train
+    cluster = config.cluster
+    train = config.recipe.train
     # On GPUs bf16, unless --set chooses fp32.
     chosen = config.origins.get("train.precision", "").startswith("--set")
     fp32 = train.precision == "fp32" and (cluster.device == "cpu" or chosen)
-    nodes, workers = len(allocation.nodes), cluster.devices_per_node
+    nodes = len(allocation.nodes)
+    workers = cluster.devices_per_node
     variables = load_environment("native").variables(config)
     backend_variables = {name: variable.value for name, variable in variables.items()}
     return Task(
@@ -143,7 +145,8 @@ def task_of(config: RunConfig, allocation: Allocation, quick: bool) -> Task:
 
 def check_target(path: Path) -> None:
     """Raise ConfigError, before the measurement, unless a new profile can be written to `path`."""
-    option, folder = f"--out {path}", path.resolve().parent
+    option = f"--out {path}"
+    folder = path.resolve().parent
     if path.suffix not in (".yaml", ".yml"):
         raise ConfigError(f"{option}: a profile's name ends in .yaml; choose such a name")
     if folder == clusters_dir().resolve():

@@ -43,7 +43,8 @@ Measurements = dict[str, Callable[[], Iterable[Item]]]
 # Of a collective, instead of torch's 10 (NCCL) or 30 minutes (Gloo).
 _LIMIT = timedelta(seconds=120)
 # The median ignores the first steps, which allocate and compile.
-_STEPS, _MIN_STEPS = 8, 5
+_STEPS = 8
+_MIN_STEPS = 5
 # Part → most seconds of it on a GPU, of which the parts that are left share what the limit leaves.
 PARTS_S = {
     "steps": 12.0,
@@ -56,7 +57,8 @@ PARTS_S = {
 
 def main(task_json: str) -> None:
     task = Task.model_validate_json(task_json)
-    local_rank, rank = int(os.environ["LOCAL_RANK"]), int(os.environ["RANK"])
+    local_rank = int(os.environ["LOCAL_RANK"])
+    rank = int(os.environ["RANK"])
     try:
         kind = KINDS[task.device](local_rank)
     except ConfigError as error:
@@ -95,7 +97,9 @@ def main(task_json: str) -> None:
 
 def _measurements(task: Task, scale: Scale) -> Measurements:
     """Return name → measurements, created lazily: their tensors would not fit all at once."""
-    model, precision, batch = scale.model, task.precision, scale.batch
+    model = scale.model
+    precision = task.precision
+    batch = scale.batch
     widths = scale.widths
     feed_forward = [(tokens, 4 * width, width) for tokens in scale.tokens for width in widths]
     head = (scale.tokens[0], model.padded_vocab_size, widths[len(widths) // 2])
@@ -159,7 +163,9 @@ def time_steps(task: Task, layers: int, local_rank: int) -> list[Sample]:
         mesh = backend.mesh
         tokens = np.zeros((mesh.micro_batch, config.recipe.model.seq_len), dtype=np.int64)
         batches = [MicroBatch(tokens, tokens)] * mesh.accumulation
-        host_s, marks, norms = list[float](), [backend.mark()], []
+        host_s = list[float]()
+        marks = [backend.mark()]
+        norms = []
         while len(host_s) < _STEPS and (len(host_s) < _MIN_STEPS or time.monotonic() < until):
             begun = time.perf_counter()
             backend.forward_backward(batches, mesh.accumulation * tokens.size)

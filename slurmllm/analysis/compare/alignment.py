@@ -96,7 +96,8 @@ def match_steps(
     convention, others if that makes their values coincide. On another axis than steps (not
     `by_step`) nothing is changed unless the user asks for it.
     """
-    shifts, reason = (requested[0] or 0, requested[1] or 0), "--shift"
+    shifts = (requested[0] or 0, requested[1] or 0)
+    reason = "--shift"
     if requested == (None, None) and by_step:
         shifts, reason = _choose_shifts(a, b)
     curves = shift_steps(a, shifts[0]), shift_steps(b, shifts[1])
@@ -126,9 +127,11 @@ def _choose_shifts(a: Curve, b: Curve) -> tuple[tuple[int, int], str]:
                 firsts.append(int(first))
     # Small shifts, and those that align first or last steps
     ends = [int(a.steps[end] - b.steps[end]) for end in (0, -1)]
-    usual, candidates = 0, {*range(-_MAX_OFFSET, _MAX_OFFSET + 1), *ends}
+    usual = 0
+    candidates = {*range(-_MAX_OFFSET, _MAX_OFFSET + 1), *ends}
     if len(firsts) == 2:
-        usual, candidates = firsts[0] - firsts[1], {0}  # of B relative to A
+        usual = firsts[0] - firsts[1]  # of B relative to A
+        candidates = {0}
     candidates -= {usual}
     shift = usual
     scatter = _scatter(max((a, b), key=lambda curve: len(curve.steps))) if candidates else 0.0
@@ -172,7 +175,8 @@ def _distance(a: Curve, b: Curve, metric: str, shift: int) -> float:
 
 def _common_values(a: Curve, b: Curve, metric: str, shift: int) -> tuple[Ints, Floats, Floats]:
     """Return the common steps if those of B are shifted, and the values of both. [points] each"""
-    (steps_a, values_a), (steps_b, values_b) = a.series(metric), b.series(metric)
+    steps_a, values_a = a.series(metric)
+    steps_b, values_b = b.series(metric)
     steps, at_a, at_b = np.intersect1d(steps_a, steps_b + shift, True, True)
     return steps, values_a[at_a], values_b[at_b]
 
@@ -206,7 +210,8 @@ def counted_apart(a: Curve, b: Curve) -> tuple[int, int] | None:
     The losses are the same in their order, from the first point of one of the curves on, and
     neither a shift nor a factor of the steps was found before.
     """
-    (steps_a, losses_a), (steps_b, losses_b) = a.series("loss"), b.series("loss")
+    steps_a, losses_a = a.series("loss")
+    steps_b, losses_b = b.series("loss")
     common = min(len(steps_a), len(steps_b))
     differ = np.flatnonzero(losses_a[:common] != losses_b[:common])
     # From the first point on, or from where the curves part: a resume may count a step twice.
@@ -216,8 +221,10 @@ def counted_apart(a: Curve, b: Curve) -> tuple[int, int] | None:
         begins += [(since, row) for row in _rows_near(losses_b, losses_a, since)]
         for row_a, row_b in begins[:_MAX_BEGINS]:
             count = min(len(steps_a) - row_a, len(steps_b) - row_b)
-            rows_a, rows_b = slice(row_a, row_a + count), slice(row_b, row_b + count)
-            values, compared = losses_a[rows_a], losses_b[rows_b]
+            rows_a = slice(row_a, row_a + count)
+            rows_b = slice(row_b, row_b + count)
+            values = losses_a[rows_a]
+            compared = losses_b[rows_b]
             digits = _digits(values, compared, a.kind, b.kind)
             same = np.isfinite(values) & (abs(values - compared) <= digits)
             if same.all() and len(np.unique(values)) >= _MIN_POINTS:
@@ -314,10 +321,12 @@ class Alignment:
         num_points = len(overlap[self._sparser])
         self.method: Method = "exact"
         if len(common) < _MIN_COMMON * num_points and num_points > 1:
-            self.method, used = "interpolated", overlap
+            self.method = "interpolated"
+            used = overlap
         # Of the rows of each curve, those that are compared or interpolated between
         self._used = [curve.take(rows) for curve, rows in zip(self._whole, used, strict=True)]
-        self.steps, self.positions = self._used[0].steps, common
+        self.steps = self._used[0].steps
+        self.positions = common
         if self.method == "interpolated":
             self.steps = self._used[self._sparser].steps
             self.positions = self._used[self._sparser].positions(axis)
@@ -347,8 +356,10 @@ class Alignment:
         return Points(self.steps[both], self.positions[both], a, b)
 
     def _interpolated(self, metric: str) -> Points:
-        sparser, denser = self._used[self._sparser], self._whole[1 - self._sparser]
-        usable, values = sparser.present(metric), sparser.columns[metric]
+        sparser = self._used[self._sparser]
+        denser = self._whole[1 - self._sparser]
+        usable = sparser.present(metric)
+        values = sparser.columns[metric]
         present = denser.present(metric)
         places = denser.positions(self.axis)[present]
         if len(places) < 2:

@@ -62,7 +62,8 @@ def compare_with_band(steps: Ints, seeds: Floats, other: Floats) -> BandResult:
     scale = np.maximum(_point_to_point(deviations), floor)
     scale *= _excursions(deviations / scale)
     further = np.sqrt(1 + 1 / count)
-    units, z = deviations / scale, ((other - mean) / (scale * further))[None]
+    units = deviations / scale
+    z = ((other - mean) / (scale * further))[None]
     calm, calm_z = (median_filter(x, (1, 3), mode="nearest") for x in (units, z))
     # 1, 4, 16 … points as long as there are 8 means at least, and all points
     widths = sorted({1, points, *(4**k for k in range(1, 20) if 8 * 4**k <= points)})
@@ -72,11 +73,13 @@ def compare_with_band(steps: Ints, seeds: Floats, other: Floats) -> BandResult:
     for width, limit in limits.items():
         reach = abs(_means(z if width == 1 else calm_z, width)[0]) / limit
         if reach.max() > excess:
-            excess, worst = float(reach.max()), width
+            excess = float(reach.max())
+            worst = width
         if reach.max() > 1:
             begin = argmax(reach > 1) * width
             if begin + width < end:
-                first, end = begin, begin + width
+                first = begin
+                end = begin + width
     size = abs(mean).mean() or 1.0
     record = BandOfMetric(
         within=excess <= 1,
@@ -321,7 +324,8 @@ def precision_limits(
                 f"--as precision needs {name}, which A ({a.name}) lacks, to compute the noise of "
                 f"roundings; name its column with --tag A:{name}=…"
             )
-    (steps, rates), (gradient_steps, gradients) = a.series("lr"), a.series("grad_norm")
+    steps, rates = a.series("lr")
+    gradient_steps, gradients = a.series("grad_norm")
     spacing = max(SPACINGS[precision] for precision in precisions)
     weight = a.positive_setting("model.init_std") or _WEIGHT
     distance = np.nancumsum(np.maximum(rates, 0.0) * np.diff(steps, prepend=0))
@@ -338,7 +342,8 @@ def precision_limits(
         rough = roughness(points.a, points.b)
         noise = scatter(r[np.isfinite(r)]) if np.isfinite(r).sum() > 2 else None
         bias = max(bias * unit, tolerances.limit(name))
-        allowed, unstable = max(bias, min(maximum * unit, rough / 2)), False
+        allowed = max(bias, min(maximum * unit, rough / 2))
+        unstable = False
         if noise and (largest := float(noise.sigma.max())) < share * rough:
             bias = max(bias, over_scatter * largest)
             unstable = noise.median > allowed

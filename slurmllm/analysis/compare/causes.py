@@ -74,7 +74,9 @@ def _rank(
     shared: bool,
 ) -> tuple[Cause, ...]:
     """Rank the causes; `shared`: the curves would be the same without one, unlike other seeds."""
-    (a, b), letter, onset = alignment.curves, alignment.letter, observation.onset
+    a, b = alignment.curves
+    letter = alignment.letter
+    onset = observation.onset
     first = _not_finite(observation, letter)
     within = bool(first) and onset == first[0].step  # what differed before is no cause of it
     starts = [start for start in (onset, observation.first) if start is not None]
@@ -100,7 +102,8 @@ def _rank(
         return (*first, *recorded, *resumes)
     of_settings = [cause for cause in of_settings if cause.confidence == "possible"]
     if within:
-        seen, recorded = [_before_not_finite(observation, step)], []
+        seen = [_before_not_finite(observation, step)]
+        recorded = []
     # A loss by itself does not show which part of a step differs.
     undecided = len(observation.points) == 1 and not _has_likely(seen)
     if onset is None or _has_likely(resumes):
@@ -137,7 +140,8 @@ def _of_columns(
     step = observation.first or step
     if clipped := observation.clipped(curves[0][0]):
         return [Cause(kind="logging", confidence="certain", step=step, evidence=clipped)]
-    transient, causes = observation.transient(), _resume(observation, curves)
+    transient = observation.transient()
+    causes = _resume(observation, curves)
     if transient and transient.confidence != "possible":
         return [transient]
     if name := observation.identity():

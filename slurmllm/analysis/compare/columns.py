@@ -29,7 +29,8 @@ ROUNDED = {"loss": 2**-5}  # a larger one is no rounding of a number format
 _JUMP = 30.0  # times the largest difference before: roundings do not grow so fast
 _UNITS = 10.0  # of the last printed digit: a larger difference is no rounding of the print
 _LAST_DIGITS = 1e-6  # of fp32
-_CLIPPED, _MIN_CLIPPED = 1e-5, 3  # a norm after clipping is so near its limit, at so many points
+_CLIPPED = 1e-5  # a norm after clipping is so near its limit
+_MIN_CLIPPED = 3  # at so many points
 _FACTOR = 1e-6  # by which a constant factor may vary
 _FAR = 1e3  # times the last digit of grad_norm: a larger difference of losses would show there
 _MIN_POINTS = 6  # fewer show no correlation, factor or identity
@@ -42,7 +43,8 @@ _MIN_WEIGHTS = 1e-5
 _OTHER_NORM = 0.25  # a gradient norm that differs by more is of other gradients
 _AT_ONCE = 0.3  # of the median of the points after it: a smaller first difference grew
 # Times the loss's digits: weights that make such a difference of norms show in the loss
-_SHOWN, _SHOWN_GROWING = 100.0, 300.0  # if it is as large at once, and if it grows
+_SHOWN = 100.0  # if it is as large at once
+_SHOWN_GROWING = 300.0  # if it grows
 _LEVEL = 0.03  # relative difference of the later losses of two seeds, at most
 _RATIO = 0.2  # logarithm of a factor between losses that no seed makes at the first point
 _JUMP_POINTS = 16  # in which the columns follow the one that jumps first
@@ -118,7 +120,8 @@ class Observation:
 
     def values(self, name: str) -> tuple[Floats, Floats]:
         """Return both curves' values of a column from the first difference on. [points] each"""
-        points, begin = self.points[name], self.rows[name]
+        points = self.points[name]
+        begin = self.rows[name]
         return points.a[begin:], points.b[begin:]
 
     def after(self, name: str) -> Floats:
@@ -206,10 +209,12 @@ class Observation:
         """
         loss = self.points["loss"]
         for largest in (dict.fromkeys(self.r, 0.0), _TINY_AT_MOST):
-            off, clear = {}, False
+            off = {}
+            clear = False
             for name, limit in largest.items():
                 if name in self.r:
-                    points, size = self.points[name], abs(self.r[name])
+                    points = self.points[name]
+                    size = abs(self.r[name])
                     different = ~(size <= limit) & ~points.same
                     if different.any():
                         off[name] = points.steps[different]
@@ -242,8 +247,10 @@ class Observation:
     def _calm_again(self, first: int, last: int) -> bool:
         """Return whether the columns differ after some steps by no more than before these."""
         for name, r in self.r.items():
-            size, steps = abs(r), self.points[name].steps
-            before, after = size[steps < first], size[steps > last]
+            size = abs(r)
+            steps = self.points[name].steps
+            before = size[steps < first]
+            after = size[steps > last]
             usual = median(before) if len(before) else 0.0
             if len(after) and not median(after) <= SLACK_POINTS * usual:
                 return False
@@ -293,7 +300,8 @@ class Observation:
         if len(self.points) == 1:
             clues.append("loss_only")
         num_points = len(self.after("loss"))
-        early, late = slice(EARLY_POINTS), slice(-(num_points // 4 or 1), None)
+        early = slice(EARLY_POINTS)
+        late = slice(-(num_points // 4 or 1), None)
         tiny = self.finite and num_points >= _MIN_POINTS
         tiny &= all((self.size(name) <= limit).all() for name, limit in _TINY_AT_MOST.items())
         if tiny and self.below(TINY, early) and self.below(TINY, late):
@@ -333,7 +341,8 @@ class Observation:
         """
         size = self.size("grad_norm")[:_JUMP_POINTS]
         at_once = size[0] > _AT_ONCE * median(size)
-        loss, first = self.points["loss"], self.first or 0
+        loss = self.points["loss"]
+        first = self.first or 0
         row = self.rows["loss"]
         value = abs(loss.a[row])
         digits = max(loss.units[row] / value if value else 0.0, _LAST_DIGITS)
@@ -400,7 +409,8 @@ class Observation:
     def _clues_of_size(self, early: slice) -> list[str]:
         if ratio := self._ratio_clue():
             return [ratio]
-        weights, norm = self.after("param_norm"), self.after("grad_norm")
+        weights = self.after("param_norm")
+        norm = self.after("grad_norm")
         if self.before is None and len(weights):
             limit = _MIN_WEIGHTS
             if self.lr:
@@ -414,7 +424,8 @@ class Observation:
             start = self.before is None and unknown_weights
             return ["other_batches"] + (["other_batches_from_start"] if start else [])
         if len(norm) >= _MIN_POINTS <= len(self.after("loss")):
-            level, scatter = median(norm), median(abs(np.diff(norm)))
+            level = median(norm)
+            scatter = median(abs(np.diff(norm)))
             steady = abs(level) > max(3 * scatter, _OTHER_NORM) and abs(norm[0]) > abs(level) / 2
             if steady and abs(level) > 3 * median(self.size("loss")):
                 return ["norm_ratio"]

@@ -115,7 +115,8 @@ def compare(
     tolerances = tolerances or Tolerances()
     _require_loss(a, b)
     matches = match_steps(a, b, shifts, by_step=axis == "step")
-    a, b = matches[0].used, matches[1].used
+    a = matches[0].used
+    b = matches[1].used
     alignment = Alignment(a, b, axis, from_step, to_step, letter)
     if not len(alignment.steps):
         raise RunError(no_common_step(a, b, from_step, to_step))
@@ -423,7 +424,9 @@ def _detect(
 ) -> tuple[DivergenceResult, float | None]:
     """Detect a divergence at a visible difference; also return the noise's correlation."""
     finite = np.isfinite(r)
-    a, b, r = metric.points.a[finite], metric.points.b[finite], r[finite]
+    a = metric.points.a[finite]
+    b = metric.points.b[finite]
+    r = r[finite]
     rough = roughness(a, b) if method == "interpolated" else 0.0
     rough += max(0.0, limits.scatter - limits.bias)
     correlation = shared_noise(a, b, r)

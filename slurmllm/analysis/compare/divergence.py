@@ -133,9 +133,12 @@ def _describe(
     result: DivergenceResult, r: Floats, hits: Sequence[_Hit], scattered: bool
 ) -> DivergenceResult:
     """Return the divergence that hits show: its onset, its rule and its lasting part."""
-    earliest, hit = min(hits, key=lambda hit: hit.end), hits[0]
+    earliest = min(hits, key=lambda hit: hit.end)
+    hit = hits[0]
     onset = find_onset(r, earliest.first, earliest.end)
-    rule, before, after = hit.rule, r[hit.first : onset], r[onset : hit.end]
+    rule = hit.rule
+    before = r[hit.first : onset]
+    after = r[onset : hit.end]
     is_segment = rule == "lasting" and 4 * (hit.end - hit.first) >= len(r) - 3
     if is_segment and len(before) and len(after) and before.mean() / after.mean() > 0.5:
         onset = hit.first  # the bias is there already
@@ -175,7 +178,8 @@ def _lasting(r: Floats, tolerance: float, spread: Scatter) -> Iterator[_Hit]:
         beyond = abs(middles) > tolerance + quantile * np.maximum(2 * white, slow)
         if beyond.any():
             hit = argmax(beyond)
-            first, end = begins[hit], begins[hit] + width
+            first = begins[hit]
+            end = begins[hit] + width
             ends = np.append(begins[hit:][abs(middles[hit:]) <= tolerance / 2], len(r))
             hits.append(_Hit("lasting", first, end, max(end, ends[0]) - 1))
     if hits:
@@ -252,7 +256,8 @@ def _single_points(far: Flags, rule: Rule) -> Iterator[_Hit]:
 
 
 def _noisy(r: Floats, spread: Scatter, tolerance: float) -> Iterator[_Hit]:
-    sigma, size = spread.sigma, spread.size
+    sigma = spread.sigma
+    size = spread.size
     noisy = np.zeros(len(sigma), dtype=bool)
     for points, factor in _NOISY:
         blocks = points // _NOISY[0][0]

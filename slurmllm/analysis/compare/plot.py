@@ -74,7 +74,8 @@ def align(
     to_step: int | None,
 ) -> tuple[Curve, list[Drawn]]:
     """Return A and the curves that it was compared with, their steps shifted as there."""
-    axis, drawn = comparisons[0].alignment.axis, []
+    axis = comparisons[0].alignment.axis
+    drawn = []
     for i, (curve, comparison) in enumerate(zip(other_curves, comparisons, strict=True)):
         shifts = comparison.a.shift, comparison.b.shift
         matched = match_steps(a, curve, shifts, by_step=axis == "step")
@@ -155,11 +156,13 @@ def _draw_curves(
     band: SeedBand | None,
 ) -> None:
     axis = drawn[0].comparison.alignment.axis
-    late, is_long = [], False
+    late = []
+    is_long = False
     lines = [("A", a, _COLOR_A, 5.0), *((d.label, d.curve, d.color, 1.3) for d in drawn)]
     for label, curve, color, width in lines:
         if metric in curve.columns:
-            places, column = curve.positions(axis), curve.columns[metric]
+            places = curve.positions(axis)
+            column = curve.columns[metric]
             visible = (places >= span[0]) & (places <= span[1]) & curve.present(metric)
             values = np.where(np.isfinite(column[visible]), column[visible], np.nan)  # NaN: a gap
             late.append(values[len(values) // 50 :])
@@ -198,7 +201,8 @@ def _draw_band(axes: Axes, drawn: Drawn, metric: str, band: SeedBand) -> None:
         return
     within = band.check(metric, points, drawn.label)
     positions = points.positions[np.isin(points.steps, within.steps)]
-    low, high = within.mean - within.half_width, within.mean + within.half_width
+    low = within.mean - within.half_width
+    high = within.mean + within.half_width
     label = f"band of {len(band.names)} seeds, for single points"
     rows = slice(None, None, max(1, len(positions) // _MAX_POINTS))
     axes.fill_between(
@@ -226,7 +230,8 @@ def _mark_departure(
     result = each.comparison.metrics.get(metric)
     if result is None or result.onset_step is None:
         return
-    steps, step = each.alignment.steps, result.onset_step
+    steps = each.alignment.steps
+    step = result.onset_step
     row = min(int(steps.searchsorted(step)), len(steps) - 1)
     position = each.alignment.positions[row]
     axes.axvline(position, color=color, linewidth=1.0, zorder=1)
@@ -254,7 +259,8 @@ def _draw_difference(axes: Axes, drawn: Sequence[Drawn], metrics: Sequence[str])
     for metric in metrics:
         if (tolerance := drawn[0].tolerance(metric)) > 0:
             label = f"tolerance {in_figures(tolerance)}, {LABELS[metric].split(' (')[0]}"
-            color, dashed = _METRIC_COLORS[metric], (0, (5, 3))
+            color = _METRIC_COLORS[metric]
+            dashed = (0, (5, 3))
             axes.axhline(tolerance, color=color, linewidth=1.2, linestyle=dashed, label=label)
             smallest.append(tolerance)
     axes.set_yscale("log")

@@ -64,7 +64,8 @@ class SettingDifference:
 
 def find_differences(a: Curve, b: Curve, alignment: Alignment) -> list[SettingDifference]:
     """Find the differences at the compared points, the earliest first."""
-    first, last = alignment.steps[0], alignment.steps[-1]
+    first = alignment.steps[0]
+    last = alignment.steps[-1]
     candidates = (
         _compare_data(a, b, first),
         compare_skips(a, b, alignment.letter),
@@ -158,7 +159,8 @@ def _compare_learning_rates(a: Curve, b: Curve, alignment: Alignment) -> Setting
     if not different.any():
         return None
     i = argmax(different)
-    step, values = lr.steps[i], f"{lr.a[i]:.6g} and {lr.b[i]:.6g}"
+    step = lr.steps[i]
+    values = f"{lr.a[i]:.6g} and {lr.b[i]:.6g}"
     sentence = f"learning rates differ from step {step} ({values})"
     shifted = exact and _is_shifted(lr, tolerance)
     if shifted:
@@ -186,14 +188,16 @@ def _is_shifted(lr: Points, tolerance: float) -> bool:
 
 def _compare_tokens(a: Curve, b: Curve, alignment: Alignment) -> SettingDifference | None:
     by_step = alignment.axis == "step" and alignment.method == "exact"
-    tokens, step = alignment.points_of("tokens").as_printed(a, b), alignment.steps[0]
+    tokens = alignment.points_of("tokens").as_printed(a, b)
+    step = alignment.steps[0]
     sides = [curve.series("tokens") for curve in (a, b)]
     if by_step:
         different = _other_increments(tokens)
         if not different.any():
             return None
         i = argmax(different)
-        step, sides = tokens.steps[i], [(tokens.steps, tokens.a), (tokens.steps, tokens.b)]
+        step = tokens.steps[i]
+        sides = [(tokens.steps, tokens.a), (tokens.steps, tokens.b)]
     # On other axes tokens so far differ anyway; their number per step must not.
     of_a, of_b = (_median_tokens(*side) for side in sides)
     if of_a is None or of_b is None:
@@ -214,7 +218,8 @@ def _other_increments(tokens: Points) -> Flags:
     """
     if len(tokens) < 2:
         return ~tokens.same
-    growth_a, growth_b = np.diff(tokens.a), np.diff(tokens.b)
+    growth_a = np.diff(tokens.a)
+    growth_b = np.diff(tokens.b)
     different = abs(growth_a - growth_b) > 2 * tokens.units[1:]
     different &= (growth_a > 0) & (growth_b > 0)
     return np.append(different[0] & ~tokens.same[0], different)
@@ -223,7 +228,8 @@ def _other_increments(tokens: Points) -> Flags:
 def _median_tokens(steps: Ints, tokens: Floats) -> float | None:
     """Return the median per step; with a single step, all tokens so far; None without tokens."""
     finite = np.isfinite(tokens)
-    steps, tokens = steps[finite], tokens[finite]
+    steps = steps[finite]
+    tokens = tokens[finite]
     if len(steps) < 2:
         return float(tokens[0]) if len(steps) else None
     return median(np.diff(tokens) / np.diff(steps))

@@ -369,7 +369,9 @@ def statistics(points: Points, signed: Floats, shape: bool) -> Statistics:
     `shape`: also correlate and smooth, which is meaningless for times and rates.
     """
     finite = np.isfinite(signed)
-    a, b, size = points.a[finite], points.b[finite], abs(signed[finite])
+    a = points.a[finite]
+    b = points.b[finite]
+    size = abs(signed[finite])
     if not len(size):
         none = dict.fromkeys(Statistics.model_fields)
         return Statistics.model_validate(none | {"points": len(points), "windows": ()})
@@ -383,11 +385,14 @@ def statistics(points: Points, signed: Floats, shape: bool) -> Statistics:
         # Large values must not overflow in a running sum or a product.
         scale = float(max(abs(a).max(), abs(b).max())) or 1.0
         if scale > 1e100:
-            a, b = a / scale, b / scale
-        smooth_a, smooth_b = running_mean(a, width), running_mean(b, width)
+            a = a / scale
+            b = b / scale
+        smooth_a = running_mean(a, width)
+        smooth_b = running_mean(b, width)
         correlation = _correlation(a, b)
         detrended = _correlation(a - smooth_a, b - smooth_b) if width > 1 else None
-        under, between = np.abs(smooth_a), np.abs(smooth_b - smooth_a)
+        under = np.abs(smooth_a)
+        between = np.abs(smooth_b - smooth_a)
         if len(a) > 1:
             positions = points.positions[finite]
             under, between = (np.trapezoid(y, positions) for y in (under, between))

@@ -84,9 +84,11 @@ def reason(
 
 
 def _describe_match(name: str, metric: MetricComparison) -> str:
-    tolerance, maximum = format_figure(metric.tolerance), format_figure(metric.max_rel_diff or 0.0)
+    tolerance = format_figure(metric.tolerance)
+    maximum = format_figure(metric.max_rel_diff or 0.0)
     if metric.scattered:
-        shared, mean = metric.scatter.correlation, format_figure(metric.bias)
+        shared = metric.scatter.correlation
+        mean = format_figure(metric.bias)
         systematic = f"with no systematic difference above {tolerance} (mean {mean})"
         if abs(metric.bias) > metric.tolerance:
             systematic = f"with a mean difference of {mean}, which its scatter can explain,"
@@ -144,7 +146,8 @@ def _describe_beginning(metrics: Metrics, steps: Ints, equal: str) -> list[str]:
         values = (getattr(metric, field) for metric in metrics.values())
         return min((step for step in values if step is not None), default=math.inf)
 
-    first, visible = earliest("first_difference_step"), earliest("first_visible_step")
+    first = earliest("first_difference_step")
+    visible = earliest("first_visible_step")
     onset = earliest("onset_step")
     if len(same := steps[steps < first]):
         return [f"{equal} up to step {same[-1]}"]
@@ -202,13 +205,15 @@ def warnings_of(alignment: Alignment, points: Mapping[str, Points], exact: bool)
 
 def _axis_warnings(alignment: Alignment) -> Iterator[str]:
     """Yield what makes the numbers of two logs' steps different things."""
-    num_steps, (a, b) = len(alignment.steps), alignment.curves
+    num_steps = len(alignment.steps)
+    a, b = alignment.curves
     if alignment.method == "interpolated":
         yield (
             f"few points are common: the denser curve is interpolated at the {num_steps} points of "
             "the other, and its values between points are estimates"
         )
-    of_a, of_b = tokens_per_step(a), tokens_per_step(b)
+    of_a = tokens_per_step(a)
+    of_b = tokens_per_step(b)
     if alignment.axis == "step" and None not in (of_a, of_b) and of_a != of_b:
         yield (
             f"a step of A is {of_a:,.0f} tokens and one of {alignment.letter} {of_b:,.0f}; "

@@ -33,8 +33,12 @@ from slurmllm.train.checkpoint.foreign import list_trainer_checkpoints
 
 _NOISES = 3.0  # a difference of as many times the noise is not noise
 _CLEAR_NOISES = 10.0
-_FEW_STEPS, _FEW_DIGITS = 5, 4  # that show little
-_MANY_STEPS, _MANY_DIGITS = 20, 7  # that equal values need to be certain
+# That show little
+_FEW_STEPS = 5
+_FEW_DIGITS = 4
+# That equal values need to be certain
+_MANY_STEPS = 20
+_MANY_DIGITS = 7
 
 Verdict = Literal["exact", "within_noise", "differs", "began_again", "not_resumed"]
 Confidence = Literal["certain", "likely", "weak"]
@@ -157,12 +161,14 @@ def check_recovery(
     expected = FAULTS[kind].expected
     if hit and not untested and expected and hit.ending != expected:
         faults.append(f"attempt {hit.attempt} was classified as {hit.ending}, not {expected}")
-    recomputed, resume = 0, None
+    recomputed = 0
+    resume = None
     try:
         curve = read_curve(run.path)
         recomputed = curve.overlap_rows
         if hit and not untested and _came_too_late(kind, curve, hit, steps):
-            untested, faults = "the fault came after the last step", []
+            untested = "the fault came after the last step"
+            faults = []
         if not unbroken:
             faults += _curve_faults(curve, read_curve(reference), steps, tolerances)
         elif hit and not untested:
@@ -247,7 +253,8 @@ def _checkpoint_faults(run: RunDir, steps: int) -> Iterator[str]:
 
 def recovery_times(run: RunDir, injection: Injection) -> RecoveryTimes | None:
     """Return the recovery from the fault on, by phase; None if no step was completed since."""
-    history, attempt = read_history(run), injection.attempt
+    history = read_history(run)
+    attempt = injection.attempt
     recovery = next((r for r in find_recoveries(history) if r.attempt == attempt), None)
     if not recovery or recovery.seconds is None:
         return None
@@ -294,11 +301,13 @@ def judge_resume(run: RunDir, curve: Curve, unbroken: Unbroken, hit: AttemptReco
         return result.model_copy(update={"text": f"continued without a restart: {result.text}"})
     # The checkpoint tells the step between two rows of a sparse log.
     steps = unbroken.reference.steps
-    from_step, path = int(max(steps[steps < first], default=0)), ""
+    from_step = int(max(steps[steps < first], default=0))
+    path = ""
     entries = list_trainer_checkpoints(run, unbroken.command)
     for entry in entries:
         if from_step <= entry.step < first:
-            from_step, path = entry.step, str(entry.path)
+            from_step = entry.step
+            path = str(entry.path)
     update: Json = {"from_step": from_step, "checkpoint": path}
     if from_step == 0 and first > 1 and not entries:  # a sparse log shows no earlier step
         update["from_step"] = None
@@ -309,7 +318,8 @@ def judge_resume(run: RunDir, curve: Curve, unbroken: Unbroken, hit: AttemptReco
 
 def _compare(curve: Curve, unbroken: Unbroken, first: int) -> Resumption:
     """Compare a curve from a step on with the run without a fault."""
-    noises, reference = unbroken.noise, unbroken.reference
+    noises = unbroken.noise
+    reference = unbroken.reference
     noise = max(noises.values())
     loss, grad_norm = (
         max(unbroken.tolerances.limit(name), _NOISES * noises.get(name, 0.0)) for name in METRICS

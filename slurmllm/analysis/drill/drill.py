@@ -190,12 +190,14 @@ class Drill:
         Raises a CodeError if the reference does not finish, the error of a copy that cannot start.
         """
         plan = self.plan
-        reference, name = plan.run.metrics(0), plan.run.name
+        reference = plan.run.metrics(0)
+        name = plan.run.name
         repeat: RunDir | None = None
         noise: dict[str, float] = {}
         if not self.own_reference:
             run = self._run_unbroken("reference")
-            reference, name = run.path, run.name
+            reference = run.path
+            name = run.name
             if (trainer := plan.trainer) is not None:
                 self.plan = plan = plan.with_reference(run)
                 repeat = self._run_unbroken("repeat")
@@ -255,7 +257,9 @@ class Drill:
         run = self._create(kind, kind)
         injection = self._run_to_end(run, kind, kind)
         self.progress(f"{kind}: comparing with the reference")
-        steps, tolerances, state = self.plan.steps, self.tolerances, self._state(run)
+        steps = self.plan.steps
+        tolerances = self.tolerances
+        state = self._state(run)
         result = check_recovery(
             run, kind, injection, reference, steps, tolerances, state, self.unbroken
         )
@@ -331,7 +335,8 @@ class Drill:
 
     def _resumes_by_hand(self, run: RunDir, copy: str) -> bool:
         """Resume a trainer's run that its fault has stopped, once, as its user would."""
-        attempts, injection = load_attempts(run, "train"), Injection.find(run.drill)
+        attempts = load_attempts(run, "train")
+        injection = Injection.find(run.drill)
         has_fault = (
             len(JobsRecord.of(run).submissions) == 1
             and injection is not None

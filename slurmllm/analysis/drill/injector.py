@@ -119,7 +119,8 @@ def _read_process(pid: int, run: RunDir) -> RunProcess | None:
         command = tuple(process.cmdline())
         if str(run.path) in command:
             verb = command[command.index("slurmllm") + 1] if "slurmllm" in command[:-1] else ""
-            role, variables = verb if verb in ROLES else "", process.environ()
+            role = verb if verb in ROLES else ""
+            variables = process.environ()
             rank = int(variables["RANK"]) if variables.get("RANK", "").isdigit() else None
             return RunProcess(pid, role, rank, command, variables.get(_NODE, ""))
     return None
@@ -152,7 +153,8 @@ def trainer_pids(run: RunDir, spec: FaultSpec) -> list[int]:
     """
     assert spec.trainer is not None
     path = run.attempt("train", spec.attempt).node(spec.node)
-    pid, below = NodeRecord.load(path).pids.get(spec.rank), descendants(_launchers(run))
+    pid = NodeRecord.load(path).pids.get(spec.rank)
+    below = descendants(_launchers(run))
     of_all = FAULTS[spec.kind].of_commands
     if not of_all:
         below = [pid, *descendants([pid])] if pid is not None and pid in below else []
@@ -261,7 +263,8 @@ def _step_of(run: RunDir, spec: FaultSpec) -> int:
 
 def _wait_for_step(run: RunDir, spec: FaultSpec) -> int | None:
     """Return the last completed step, or the one being saved; None if the attempt ended before."""
-    trainer, is_our_save = spec.trainer, spec.kind == "save" and spec.trainer is None
+    trainer = spec.trainer
+    is_our_save = spec.kind == "save" and spec.trainer is None
     begin = spec.at_step - (STEPS_BEFORE_SAVE if is_our_save else 0)
 
     def can_resume(command: CommandConfig) -> bool:

@@ -70,7 +70,8 @@ class DrillPlan:
     def fault(self, kind: FaultKind, nodes: Sequence[str]) -> FaultSpec:
         """Return step and victim of a fault, the same for the same seed and nodes."""
         generator = random.Random(f"{self.seed} {kind}")  # noqa: S311 (repeatable, no secret)
-        per_node, trainer = self.config.workers_per_node, self.trainer
+        per_node = self.config.workers_per_node
+        trainer = self.trainer
         first = self.first_checkpoint if trainer else self.every_steps
         step = generator.randint(first + 1, max(first + 1, first + self.every_steps - 1))
         index = generator.randrange(1, len(nodes)) if kind == "node" else 0
@@ -138,7 +139,8 @@ def make_plan(
     plan = DrillPlan(run, changed, nodes, local, _next_number(run), kinds, 0, 0, seed)
     if (command := changed.recipe.command) is not None:
         return _plan_trainer(plan, command, steps)
-    train, optim = changed.recipe.train, changed.recipe.optim
+    train = changed.recipe.train
+    optim = changed.recipe.optim
     total = steps
     if total is None:
         times = recent_step_times(run)

@@ -44,7 +44,8 @@ def pass_at_k(
     section 2.1). A k above n is omitted. `references` are the tests and `predictions` the programs
     of one problem.
     """
-    (tests,), (samples,) = references, predictions
+    (tests,) = references
+    (samples,) = predictions
     workers = len(os.sched_getaffinity(0))
     with ThreadPoolExecutor(workers) as pool:
         passed = sum(pool.map(lambda program: passes(f"{program}\n\n{tests}\n"), samples))

@@ -56,9 +56,11 @@ class EvaluationPlan:
 
     def request(self, row: SuiteTask, folder: Path) -> TaskRequest:
         """Return the request of a suite's row, with the cache key of its scores."""
-        version, parts = self.harness or "", None
+        version = self.harness or ""
+        parts = None
         if self.validation and row.task == self.validation.name:
-            row, version = SuiteTask(task=row.task), LOOP
+            row = SuiteTask(task=row.task)
+            version = LOOP
             parts = cache_key_parts(self.validation, self.settings.tokenizer)
         key = task_key(row, folder, self.settings.limit, version, parts)
         return TaskRequest(row, folder, key, self.settings.allow_code)
@@ -156,7 +158,8 @@ def plan_jobs(
 
     Returns also task → reason for those that may not run, and the number of cached scores.
     """
-    tasks, permitted = plan.tasks(), plan.permitted()
+    tasks = plan.tasks()
+    permitted = plan.permitted()
     jobs = []
     forbidden: dict[str, str] = {}
     cached = 0
@@ -203,7 +206,8 @@ def run_jobs(
     try:
         with contextlib.closing(calls):
             for index, outcome in calls:
-                job, step = jobs[index], jobs[index].model.step
+                job = jobs[index]
+                step = jobs[index].model.step
                 if isinstance(outcome, FailedCall):
                     # It ended early: the scores that it had saved count.
                     missing = [task.key for task in job.tasks if not is_cached(job, task)]
@@ -216,7 +220,8 @@ def run_jobs(
                 for task in job.tasks:
                     if reason := outcome.failed.get(task.key):
                         echo(f"failed: step {step}, {job.title(task)}: {reason}")
-                        name, shots = task.task.task, task.task.shots
+                        name = task.task.task
+                        shots = task.task.shots
                         result.failed.append(TaskFailure(step, name, shots, reason))
                 result.evaluated += len(job.tasks) - len(outcome.failed)
     finally:
@@ -291,7 +296,8 @@ _SHARD_BYTES = 5 * 10**9  # files of an exported model
 
 def run_job(request: JobRequest) -> JobOutcome:
     """Evaluate the tasks of a job; a task that fails does not end the others."""
-    model, validation = request.model, request.validation
+    model = request.model
+    validation = request.validation
     if not model.verified and not model.huggingface:
         faults = verify_entry(read_entry(model.directory)).faults
         if faults:
@@ -345,7 +351,8 @@ def validation_scores(request: JobRequest) -> TaskScores:
     from slurmllm.analysis.evaluate.validation_loss import held_out_loss
     from slurmllm.analysis.evaluate.validation_text import stream_spec
 
-    directory, settings = request.model.directory, request.settings
+    directory = request.model.directory
+    settings = request.settings
     assert request.validation is not None
     device = resolve_device(settings.device)
     with stream_spec(request.validation, directory, settings.tokenizer) as spec:

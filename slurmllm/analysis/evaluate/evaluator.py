@@ -128,10 +128,12 @@ def evaluate_checkpoint(run: RunDir, config: RunConfig, step: int) -> None:
     for _ in range(_TRIES):
         try:
             _evaluate(run, config, CheckpointEvaluation.load(run.evaluating(step)))
-            state, error = "done", ""
+            state = "done"
+            error = ""
             break
         except Exception as fault:  # `status` shows it
-            state, error = "failed", str(fault)
+            state = "failed"
+            error = str(fault)
             if not isinstance(fault, SlurmllmError):
                 error = repr(fault)
                 log.warning("step %d: the evaluation failed", step, exc_info=True)
@@ -141,7 +143,8 @@ def evaluate_checkpoint(run: RunDir, config: RunConfig, step: int) -> None:
 
 
 def _evaluate(run: RunDir, config: RunConfig, record: CheckpointEvaluation) -> None:
-    evaluate, begin = config.recipe.evaluate, time.time()
+    evaluate = config.recipe.evaluate
+    begin = time.time()
     assert evaluate is not None
     if not Path(record.path).exists():
         raise UserError(f"{record.path} has been removed; see evaluate.hold_hours")

@@ -106,7 +106,8 @@ class Harness:
         return TaskScores(scores, errors, num_samples, require_harness(), shots)
 
     def _evaluate(self, request: TaskRequest) -> Values:
-        task, settings = request.task, self._settings
+        task = request.task
+        settings = self._settings
         if settings.allow_code:
             os.environ["HF_ALLOW_CODE_EVAL"] = "1"  # required by metrics that run programs
         with _translated(task.task):
@@ -194,7 +195,8 @@ def _manager_of(request: TaskRequest) -> Any:
 
 def _harness_task(request: TaskRequest) -> Any:
     """Return a task's name, or the harness's task object with the options of the suite."""
-    task, manager = request.task, _manager_of(request)
+    task = request.task
+    manager = _manager_of(request)
     if not task.options:
         return task.task
     # If given as {"task": name, **options}, harness 0.4.13 ignores the task's own file.
@@ -284,7 +286,8 @@ def task_fault(request: TaskRequest) -> str | None:
 
     Raises UserError if there is no such folder of tasks, or the harness cannot be imported.
     """
-    name, manager = request.task.task, _manager_of(request)
+    name = request.task.task
+    manager = _manager_of(request)
     if name not in manager.all_tasks:
         return _unknown_task(name, manager.all_tasks)
     entry = manager.task_index[name]

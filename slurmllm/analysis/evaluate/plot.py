@@ -64,7 +64,8 @@ def _draw_panel(
         look = {"markersize": 4, "linewidth": 2.4, "color": "black"} if average else _ROW_LOOK
         (line,) = ax.plot(x, y, marker="o", label=row.name, **look)
         if all(step in row.errors for step in steps):
-            errors, color = np.array([row.errors[step] for step in steps]), line.get_color()
+            errors = np.array([row.errors[step] for step in steps])
+            color = line.get_color()
             if len(steps) > 1:
                 ax.fill_between(x, y - errors, y + errors, color=color, alpha=0.15, linewidth=0)
             else:

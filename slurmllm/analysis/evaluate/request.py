@@ -100,7 +100,8 @@ class JobRequest:
 
     def title(self, request: TaskRequest) -> str:
         """A task's name, with its shots if it is requested with several numbers of shots."""
-        name, shots = request.task.task, request.task.shots
+        name = request.task.task
+        shots = request.task.shots
         variants = sum(other.task.task == name for other in self.tasks)
         return name if variants == 1 or shots is None else f"{name} {shots}-shot"
 
@@ -176,7 +177,8 @@ def _files_digest(folder: Path) -> str:
     """Return a digest of the files of a folder of tasks."""
     if not folder.is_dir():
         return ""  # the harness then reports the missing folder
-    digests, total = dict[str, str](), 0
+    digests = dict[str, str]()
+    total = 0
     for seen, path in enumerate(folder.rglob("*"), start=1):
         if path.is_file() and "__pycache__" not in path.parts:
             with open_regular(path) as stream:

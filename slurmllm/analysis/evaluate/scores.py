@@ -97,7 +97,8 @@ HELD_OUT = "held-out text"  # the group of `validation` in all shipped suites
 
 def read_scores(run: RunDir) -> tuple[Stored, list[str]]:
     """Return all scores of a run, and a warning for each unreadable file."""
-    stored, warnings = [], []
+    stored = []
+    warnings = []
     for path in run.evaluation_files():
         try:
             stored.append((path.stem, EvaluationRecord.load(path)))
@@ -129,7 +130,8 @@ def suite_table(located: LocatedSuite, stored: Stored, limit: int | None = None)
             matching.sort(key=lambda record: (record.step, record.evaluated_at))
             newest = {record.step: record for record in matching}
             tokens |= {record.step: record.tokens for record in newest.values()}
-            references, reference_errors = _of(task.title, published), _of(task.title, errors)
+            references = _of(task.title, published)
+            reference_errors = _of(task.title, errors)
             for row in _rows(group.name, task, list(newest.values())):
                 row = replace(row, references=references, reference_errors=reference_errors)
                 group_rows.append(row)

@@ -198,7 +198,8 @@ def save_suite(run: RunDir, located: LocatedSuite, *, complete: bool = True) -> 
     Tasks of --task are added to those of earlier calls. A suite that is not `complete` does not
     replace an existing file.
     """
-    suite, path = located.suite, run.evaluation_suite(located.suite.name)
+    suite = located.suite
+    path = run.evaluation_suite(located.suite.name)
     if not complete and path.is_file():
         return
     if suite.name == "tasks" and path.is_file():

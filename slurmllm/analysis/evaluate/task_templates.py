@@ -72,7 +72,8 @@ class Sandbox:
         process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         weakref.finalize(self, end_child, process, os.getpid())
         _send(process, self._options)
-        self._process, self._owner = process, os.getpid()
+        self._process = process
+        self._owner = os.getpid()
 
 
 def _send(process: subprocess.Popen[bytes], value: Any) -> None:

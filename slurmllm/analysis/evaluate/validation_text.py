@@ -79,7 +79,8 @@ def stream_spec(
     if validation.run:
         path = RunDir(validation.run).config
         recipe = load(path).recipe
-        seed, mask = recipe.train.seed, recipe.data.mask
+        seed = recipe.train.seed
+        mask = recipe.data.mask
         if named is None and recipe.data.tokenizer is not None:
             named = Path(recipe.data.tokenizer)
         corpora = [(Path(corpus.path), corpus.weight) for corpus in recipe.data.corpora]

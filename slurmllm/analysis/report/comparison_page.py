@@ -52,7 +52,9 @@ def write_comparison(
     a, drawn = align(curves[0], curves[1:], comparisons, from_step, to_step)
     runs = [RunFacts(f"A: {a.name}", a.path, a.kind, curve=a)]
     for each in drawn:
-        name, path, kind = f"{each.label}: {each.curve.name}", each.curve.path, each.curve.kind
+        name = f"{each.label}: {each.curve.name}"
+        path = each.curve.path
+        kind = each.curve.kind
         metrics_of = each.comparison.metrics.items()
         onsets = {n: m.onset_step for n, m in metrics_of if m.onset_step is not None}
         runs.append(RunFacts(name, path, kind, curve=each.curve, diverges_at=onsets))

@@ -226,7 +226,8 @@ class ScalingRow(NamedTuple):
     @property
     def degrees(self) -> tuple[int | None, int | None, int | None]:
         """Tensor, pipeline and data parallelism on these nodes."""
-        mesh, workers = self.facts.mesh, self.rate.workers
+        mesh = self.facts.mesh
+        workers = self.rate.workers
         if not mesh:
             return None, None, None
         # The plan is of the last submission: on other nodes only data parallelism differs.
@@ -240,7 +241,8 @@ class ScalingRow(NamedTuple):
         return self.rate.seq_per_s_first_500 or self.rate.seq_per_s
 
     def to_json(self) -> Json:
-        facts, rate = self.facts, self.rate
+        facts = self.facts
+        rate = self.rate
         return {
             "run": facts.name,
             "recipe": facts.recipe,
@@ -283,7 +285,8 @@ def throughput_by_nodes(
         rows: Flags = np.isin(curve.attempts, attempts)
         first: Flags = rows & (np.arange(len(rows)) < first_rows)
         nodes, workers = size or (None, None)
-        seq_per_s, mfu = _reduce(np.mean, sequences, rows), None
+        seq_per_s = _reduce(np.mean, sequences, rows)
+        mfu = None
         if config and workers and seq_per_s:
             mfu = flops_utilization(config, workers, seq_per_s)
         rates.append(
@@ -312,7 +315,8 @@ def _reduce(how: Callable[[Floats], Any], values: Floats | None, rows: Flags) ->
 
 def per_s(curve: Curve) -> tuple[Floats | None, Floats | None]:
     """Return sequences/s and tokens/s of each row; a missing one is computed from the other."""
-    sequences, tokens = curve.columns.get("seq_per_s"), curve.columns.get("tokens_per_s")
+    sequences = curve.columns.get("seq_per_s")
+    tokens = curve.columns.get("tokens_per_s")
     length, batch = map(curve.positive_setting, ("model.seq_len", "train.global_batch"))
     taken = curve.columns.get("step_time_s")
     if sequences is None and tokens is None and taken is not None and batch:
@@ -332,7 +336,8 @@ def scaling_rows(runs: Runs) -> list[ScalingRow]:
     """
     groups: dict[object, list[ScalingRow]] = {}
     for facts in runs:
-        config, model = facts.configuration.config, facts.configuration.model
+        config = facts.configuration.config
+        model = facts.configuration.model
         # Equal for runs that differ only in their nodes.
         key: object = facts.recipe or facts.name
         if config and model:

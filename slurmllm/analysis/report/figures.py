@@ -136,8 +136,11 @@ class DrawnRun:
     """A run of the page, and the positions of its rows on each of the axes that it has."""
 
     def __init__(self, runs: Runs, number: int) -> None:
-        self.facts, self.number, self.is_single = runs[number], number, len(runs) == 1
-        self.curve, self.color = self.facts.curve, _color(number)
+        self.facts = runs[number]
+        self.number = number
+        self.is_single = len(runs) == 1
+        self.curve = self.facts.curve
+        self.color = _color(number)
         self.axes: Axes = {}
         if (curve := self.curve) is None:
             return
@@ -145,7 +148,8 @@ class DrawnRun:
         if np.isfinite(tokens := curve.positions("tokens")).any():
             self.axes["tokens"] = tokens
         # Wall time since the start of the first step, h; without times the sum of the step times.
-        ends, taken = _series(curve, "time"), curve.columns.get("step_time_s")
+        ends = _series(curve, "time")
+        taken = curve.columns.get("step_time_s")
         if ends is not None:
             first = float(ends[np.isfinite(ends)][0])
             begin = first - (float(np.nan_to_num(taken[0])) if taken is not None else 0.0)
@@ -265,7 +269,8 @@ def _add_lines(figure: CurveFigure, run: DrawnRun, metric: str, max_rows: int) -
 
 def _add_marks(figure: CurveFigure, run: DrawnRun, metric: str, legend: set[str]) -> None:
     """Add a run's marks, on its curve; marks of one kind have one entry in the legend."""
-    facts, curve = run.facts, run.curve
+    facts = run.facts
+    curve = run.curve
     if curve is None or (values := _series(curve, metric)) is None:
         return
     marks = {"restart": [*_restarts(facts, curve)]}
@@ -307,7 +312,8 @@ def _add_marks(figure: CurveFigure, run: DrawnRun, metric: str, legend: set[str]
 def _restarts(facts: RunFacts, curve: Curve) -> Iterator[tuple[int, str]]:
     endings = {attempt.attempt: attempt for attempt in facts.train}
     for row in (np.flatnonzero(np.diff(curve.attempts) != 0) + 1).tolist():
-        before, after = int(curve.attempts[row - 1]), int(curve.attempts[row])
+        before = int(curve.attempts[row - 1])
+        after = int(curve.attempts[row])
         lines = [f"{facts.name}: attempt {after} from step {curve.steps[row]}"]
         for attempt in range(before, after):  # attempts without a step have no row
             if attempt in endings and endings[attempt].ending is not None:
@@ -339,14 +345,16 @@ def _stacks(drawn: Sequence[DrawnRun]) -> Iterator[PlotData]:
                 axes = run.means(_MAX_PIECES, slice(None))
                 figure.add(look, axes, piece_means(seconds, _MAX_PIECES))
         if figure.traces:
-            title, note = f"Step time by parts: {run.facts.name}", ", ".join(shares)
+            title = f"Step time by parts: {run.facts.name}"
+            note = ", ".join(shares)
             name = f"parts-{run.number}"
             yield PlotData(name, title, "curves", figure.finish(), f"Of all steps: {note}.")
 
 
 def _memory(drawn: Sequence[DrawnRun]) -> Iterator[PlotData]:
     """Yield the peak memory of a worker, if the attempts measured it."""
-    figure, limits = CurveFigure("GB"), set()
+    figure = CurveFigure("GB")
+    limits = set()
     for run in drawn:
         measured = [e for e in run.facts.events if e.kind == "memory" and "peak_bytes" in e.values]
         if not measured or not run.curve:
@@ -407,7 +415,8 @@ def _utilization(runs: Runs) -> Iterator[PlotData]:
         if any(used.parts[time_part] for _, used in runs_used)
     ]
     figure = _fixed_figure("utilization", data)
-    title, height = "Where the node hours went", 210 + 34 * len(runs_used)
+    title = "Where the node hours went"
+    height = 210 + 34 * len(runs_used)
     yield PlotData("utilization", title, "utilization", figure, height=height)
 
 

@@ -38,7 +38,8 @@ _OPTIMIZER = {"native": ("optimizer",), "nxd": ("data", "optimizer")}
 
 def expected_overheads(candidate: LayoutEstimate) -> dict[str, float | None]:
     """Return the figures of a run outside its steps, by row; None if no progress is expected."""
-    config, nodes = candidate.config, candidate.mesh.nodes
+    config = candidate.config
+    nodes = candidate.mesh.nodes
     size = parameters(config.recipe.model)
     asynchronous = config.recipe.checkpoint.asynchronous
     durations, save = assumed(size, nodes, config.cluster.device, asynchronous)
@@ -156,7 +157,8 @@ def _config(run: RunDir, cluster: str | None) -> RunConfig:
 
 
 def _step_rows(steady: SteadySteps, candidate: LayoutEstimate) -> Iterator[PredictedFigure]:
-    mesh, taken_s = candidate.mesh, steady.step_s
+    mesh = candidate.mesh
+    taken_s = steady.step_s
     rates = step_rates(taken_s, mesh.global_batch, candidate.config.recipe.model.seq_len)
     peak = mesh.world_size * peak_flops(candidate.config)
     yield _row("step", candidate.step.total, taken_s, "s")
@@ -205,7 +207,8 @@ def _memory(
     )
     if measured is None:
         return
-    cluster, predicted = candidate.config.cluster, float(candidate.memory.peak)
+    cluster = candidate.config.cluster
+    predicted = float(candidate.memory.peak)
     note = f"a worker may use {measured['limit_bytes'] / 1e9:.2f} GB"
     # Memory of a process includes interpreter and malloc's reserve; that of a GPU only tensors.
     if cluster.device == "cpu" and cluster.hardware:

@@ -113,7 +113,8 @@ def read_run_facts(
 
 def _warn_of_lost_steps(run: RunDir, history: RunHistory, warnings: list[str]) -> None:
     for attempt in history.attempts:
-        number, last = attempt.attempt, attempt.last_step
+        number = attempt.attempt
+        last = attempt.last_step
         if attempt.stage == "train" and last is not None and number not in history.steps:
             warnings.append(
                 f"train attempt {number} completed steps {attempt.first_step} to {last}, but "
@@ -208,7 +209,8 @@ def read_checkpoints(
         warnings.append(f"checkpoints: {error}")
         on_disk = {}
     for step in sorted(saves.keys() | on_disk.keys()):
-        facts, event = on_disk.get(step, CheckpointFacts(step)), saves.get(step)
+        facts = on_disk.get(step, CheckpointFacts(step))
+        event = saves.get(step)
         # Not of another save than the one on disk
         if event is not None and facts.attempt in (None, event.attempt):
             facts = replace(

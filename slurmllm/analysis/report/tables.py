@@ -188,8 +188,10 @@ def summary(facts: RunFacts) -> Figures:
 
 def setting(facts: RunFacts) -> Figures:
     """Return what ran where, by heading."""
-    config, mesh = facts.configuration, facts.mesh
-    family, optimizer = config.text("model.family"), config.text("optim.name")
+    config = facts.configuration
+    mesh = facts.mesh
+    family = config.text("model.family")
+    optimizer = config.text("optim.name")
     return {
         "read from": str(facts.path),
         "recipe": facts.recipe,
@@ -245,7 +247,9 @@ def attempts_table(facts: RunFacts) -> Table:
     """Return every attempt with its nodes, steps, ending and evidence."""
     rows = []
     for attempt in facts.attempts:
-        ended, first, last = attempt.ended_at, attempt.first_step, attempt.last_step
+        ended = attempt.ended_at
+        first = attempt.first_step
+        last = attempt.last_step
         rows.append(
             {
                 "attempt": str(attempt.attempt),

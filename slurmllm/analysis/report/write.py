@@ -189,7 +189,8 @@ def _throughput(runs: Runs, drawn: Sequence[PlotData]) -> Blocks:
     rows = scaling_rows(runs)
     notes = [_MEASURE]
     for row in rows:  # whose mean is over fewer than FIRST_STEPS steps
-        first, nodes = row.rate.first_steps, row.rate.nodes
+        first = row.rate.first_steps
+        nodes = row.rate.nodes
         if first < FIRST_STEPS and row.rate.seq_per_s is not None:
             on = "" if nodes is None else f" on {format_plural(nodes, 'node')}"
             which = "the first" if 0 < first < row.rate.steps else "all"
@@ -278,7 +279,8 @@ def write_page(page: Path, title: str, sections: Sequence[ReportSection]) -> Non
     from plotly.offline import get_plotlyjs  # type: ignore[import-untyped]
 
     write_atomic(page, utf8(to_html(title, sections, format_utc(time.time()))))
-    script, path = get_plotlyjs(), page.with_name(SCRIPT)
+    script = get_plotlyjs()
+    path = page.with_name(SCRIPT)
     if not path.is_file() or path.stat().st_size != len(script.encode()):
         write_atomic(path, script)
 
@@ -347,7 +349,9 @@ def to_json(runs: Runs, page: Path | None, **more: Any) -> str:
 
 
 def _run(facts: RunFacts) -> Json:
-    rate, mesh, spikes = facts.rate, facts.mesh, facts.spikes
+    rate = facts.rate
+    mesh = facts.mesh
+    spikes = facts.spikes
     return {
         **{name: getattr(facts, name) for name in _OF_FACTS},
         "mesh": mesh.to_json() if mesh else None,

@@ -28,7 +28,8 @@ MOST_GROWTH = 3.0  # of the gradient norm's running mean: HLAT's post takes more
 
 _NOISE_ERRORS = 10.0  # standard errors of a running mean that noise does not reach
 # Blocks of the last half of a run, for the slope and the direction of the parameter norm
-_BLOCKS, _DIRECTION_BLOCKS = 200, 20
+_BLOCKS = 200
+_DIRECTION_BLOCKS = 20
 _SIGMA_OF_MEDIAN = 1.4826  # median of |x| of a normal x → its standard deviation
 
 
@@ -236,7 +237,8 @@ def grad_norm_of(
     """Describe the gradient norm (NaN if unknown [n]) and its ratios at spikes."""
     if grads is None:
         return None
-    growth, growth_step = None, None
+    growth = None
+    growth_step = None
     if len(grads) >= window:
         means = window_means(grads, window)
         lowest = np.fmin.accumulate(means)
@@ -244,7 +246,8 @@ def grad_norm_of(
         grown[~np.isfinite(grown)] = 0.0
         if grown.any():
             top = argmax(grown)
-            growth, growth_step = grown[top], steps[window - 1 + top]
+            growth = grown[top]
+            growth_step = steps[window - 1 + top]
     return GradNorm(
         ratio_median=median(ratios) if ratios else None,
         ratio_largest=max(ratios, default=None),
@@ -258,10 +261,13 @@ def param_norm_of(steps: Ints, norms: Floats | None) -> ParamNorm | None:
     if norms is None:
         return None
     finite = np.isfinite(norms)
-    steps, norms = steps[finite], norms[finite]
-    first, last = norms[0], norms[-1]
+    steps = steps[finite]
+    norms = norms[finite]
+    first = norms[0]
+    last = norms[-1]
     half = len(norms) // 2
-    steps, norms = steps[half:], norms[half:]
+    steps = steps[half:]
+    norms = norms[half:]
     slope: float | None = None
     direction: Direction | None = None
     if len(norms) > 1:
@@ -308,7 +314,8 @@ def first_at_most(values: Floats, place: int, limit: float) -> int | None:
         hits = np.flatnonzero(values[place : place + width] <= limit)
         if hits.size:
             return place + int(hits[0])
-        place, width = place + width, 2 * width
+        place += width
+        width *= 2
     return None
 
 

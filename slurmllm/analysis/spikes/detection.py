@@ -99,7 +99,8 @@ def analyze(
 
 
 def _find_spikes(curve: Curve, definition: SpikeDefinition) -> SpikeAnalysis:
-    metric, window = definition.metric, definition.window
+    metric = definition.metric
+    window = definition.window
     steps, values = curve.series(metric)
     if not len(steps):
         columns = ", ".join(curve.columns) or "nothing"
@@ -123,11 +124,13 @@ def _find_spikes(curve: Curve, definition: SpikeDefinition) -> SpikeAnalysis:
 def _analysis(
     curve: Curve, spikes: Sequence[Spike], judged: int, definition: SpikeDefinition
 ) -> SpikeAnalysis:
-    window, metric = definition.window, definition.metric
+    window = definition.window
+    metric = definition.metric
     steps, values = curve.series(metric)
     ratios = [spike.grad_norm_ratio for spike in spikes if spike.grad_norm_ratio is not None]
     highest = sorted(spikes, key=lambda spike: -spike.height)[:_MAX_SPIKES]
-    rows, bad = np.isin(curve.steps, steps), ~np.isfinite(values)
+    rows = np.isin(curve.steps, steps)
+    bad = ~np.isfinite(values)
     intervals, frequencies = np.unique(np.diff(steps), return_counts=True)
     stretches = islice(zip(*find_stretches(bad), strict=True), _MAX_SPIKES)
     return SpikeAnalysis(
@@ -157,7 +160,8 @@ def _analysis(
 def _count_spikes(spikes: Sequence[Spike], judged: int, last_window: Ints) -> SpikeCounts:
     durations = Counter(spike.duration for spike in spikes)
     returned = [spike.returned_after for spike in spikes if spike.returned_after is not None]
-    inside, count = sum(spike.duration for spike in spikes), len(spikes)
+    inside = sum(spike.duration for spike in spikes)
+    count = len(spikes)
     return SpikeCounts(
         count=count,
         per_1000_steps=1000 * count / judged if judged else None,
@@ -187,7 +191,8 @@ def _spikes(
     first, last = find_stretches(heights > definition.threshold)
     if first.size:
         separate = first[1:] - last[:-1] - 1 >= definition.min_gap
-        first, last = first[np.append(True, separate)], last[np.append(separate, True)]
+        first = first[np.append(True, separate)]
+        last = last[np.append(separate, True)]
     rows = np.isin(curve.steps, steps)
     grads, losses = (_finite_column(curve, name, rows) for name in ("grad_norm", "loss"))
     above = np.fmax(heights, -np.inf)  # of all, -inf for NaN
@@ -254,7 +259,9 @@ def _finite_column(curve: Curve, metric: str, rows: Flags) -> Floats | None:
 
 def _steps_after_skips(curve: Curve) -> dict[int, Range]:
     """Return the windows of skipped batches by the step after each."""
-    windows, skipped, reached = dict[int, Range](), 0, 0
+    windows = dict[int, Range]()
+    skipped = 0
+    reached = 0
     for skip in sorted(curve.skips, key=lambda skip: skip.first):
         skipped += max(0, skip.last - max(skip.first - 1, reached))
         reached = max(reached, skip.last)
@@ -274,7 +281,8 @@ def _latest_near(steps: Ints, events: Sequence[int], first: Ints, last: Ints) ->
 
 
 def _warnings(analysis: SpikeAnalysis) -> Iterator[str]:
-    metric, noise = analysis.metric, analysis.noise
+    metric = analysis.metric
+    noise = analysis.noise
     if analysis.interval > 1:
         yield (
             f"one step in {analysis.interval} was logged: window and durations count logged steps, "
@@ -315,7 +323,8 @@ def _name_state(analysis: SpikeAnalysis) -> tuple[State, str]:
 
 def _clauses(analysis: SpikeAnalysis, rising: bool) -> Iterator[str]:
     if analysis.not_finite:
-        name, first = NAMES[analysis.metric], analysis.not_finite[0].step
+        name = NAMES[analysis.metric]
+        first = analysis.not_finite[0].step
         number = _steps(analysis.not_finite_steps)
         yield f"the {name} is not a finite number at {number}, first at step {first}"
     if not analysis.judged:

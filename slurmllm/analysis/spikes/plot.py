@@ -40,7 +40,8 @@ def draw(runs: Sequence[tuple[Curve, SpikeAnalysis]], path: Path) -> None:
 
 
 def _draw_run(column: SubFigure, curve: Curve, analysis: SpikeAnalysis) -> None:
-    metrics, norms = analysis.by_metric, analysis.param_norm is not None
+    metrics = analysis.by_metric
+    norms = analysis.param_norm is not None
     ratios = [3.0, 2.2][: len(metrics)] + [1.6] * (1 + norms)
     panels = column.subplots(len(ratios), 1, height_ratios=ratios)
     for axes, spikes in zip(panels, metrics, strict=False):
@@ -101,7 +102,8 @@ def _draw_metric(axes: Axes, curve: Curve, analysis: SpikeAnalysis, *, legend: b
         axes.axvspan(bad.step - 0.5, bad.last_step + 0.5, color="#f2a65a", alpha=0.6, label=label)
     if finite.size:
         # The values of the first steps would flatten the rest: they are cut off at the top.
-        low, high = finite.min(), peaks.max(initial=np.percentile(finite, 95))
+        low = finite.min()
+        high = peaks.max(initial=np.percentile(finite, 95))
         margin = 0.06 * (high - low) or 1.0
         # Room for the legend above the spikes
         axes.set_ylim(low - margin, high + margin * (4 if legend else 1))
@@ -120,7 +122,8 @@ def _thinned(steps: Ints, values: Floats) -> tuple[Ints, Floats]:
 def binned(durations: Sequence[Mapping[int, int]]) -> list[tuple[str, list[int]]]:
     """Count spikes by ranges of durations, up to the last with any: `4–5` → [3, 0] of two runs."""
     longest = max(chain([0], *durations))
-    bins, first = [], 1
+    bins = []
+    first = 1
     for limit in (*_LIMITS, longest):
         if first > longest:
             break

@@ -142,7 +142,8 @@ class Details:
 
     def to_dict(self) -> Json:
         """Return the keys of `slurmllm status RUN --json`."""
-        event, unequal = self.evaluation, self.unequal_versions
+        event = self.evaluation
+        unequal = self.unequal_versions
         evaluation = event and {
             **event.model_dump(include={"step", "attempt", "seconds"}),
             "texts": {n: {"loss": v, "perplexity": perplexity(v)} for n, v in event.values.items()},
@@ -161,7 +162,9 @@ def read_details(run: RunDir, attempts: Attempts, state: str, config: RunConfig)
     """Read the details of a run; `attempts` are those of the train stage, oldest first."""
     recipe = config.recipe
     # Manifest, micro batch and mesh are derived: `resume` makes damaged ones again.
-    manifest, uncompiled, mesh = None, Texts(), None
+    manifest = None
+    uncompiled = Texts()
+    mesh = None
     try:
         manifest = GraphManifest.find(run.graphs_manifest)
         uncompiled = faults(manifest, run) if manifest else ()
@@ -209,7 +212,8 @@ def read_details(run: RunDir, attempts: Attempts, state: str, config: RunConfig)
 
 def excluded_nodes(run: RunDir, attempts: Attempts) -> tuple[Exclusions, Exclusions]:
     """Return the excluded nodes, and those that the newest attempt uses anyway."""
-    recorded, used = excluded(run), list[ExcludedNode]()
+    recorded = excluded(run)
+    used = list[ExcludedNode]()
     for last in attempts[-1:]:  # training there now, or begun after the exclusion
         since = math.inf if last.ended_at is None else last.started_at
         used = [node for node in recorded if node.node in last.nodes and node.since < since]
@@ -317,7 +321,8 @@ def _has_failed(run: RunDir, record: AttemptRecord) -> bool:
 
 def culprit(run: RunDir, record: AttemptRecord) -> Culprit:
     """Find the worker that made an attempt fail; StorageError if a record is damaged."""
-    nodes, failures = node_records(run, record), failure_records(run, record)
+    nodes = node_records(run, record)
+    failures = failure_records(run, record)
     primary = [failure for failure in failures if not is_echo(failure)]
     first = min(primary, key=lambda failure: failure.time, default=None)
     folder = record.files(run)

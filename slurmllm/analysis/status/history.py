@@ -90,7 +90,8 @@ def read_history(
     ]
     steps = {}
     resumed = {a.attempt: a.checkpoint_before or 0 for a in attempts if a.stage == "train"}
-    files, metrics = run.metrics_files(), dict(metrics or {})
+    files = run.metrics_files()
+    metrics = dict(metrics or {})
     with suppress(RunError):  # all together: small files by themselves are read line by line
         read_attempts([path for path in files if path not in metrics], True, metrics)
     for path in files:
@@ -164,7 +165,8 @@ def _read_steps(path: Path, metrics: FileRows, warnings: list[str]) -> Steps | N
     numbers = np.concatenate([np.empty(0, dtype=np.int64), *(block.steps for block in blocks)])
     columns, absent = join_columns(blocks)
     unknown = np.full(len(numbers), np.nan)
-    seconds, ends = columns.get("step_time_s", unknown), columns.get("time", unknown)
+    seconds = columns.get("step_time_s", unknown)
+    ends = columns.get("time", unknown)
     if "step_time_s" not in columns:  # another trainer's
         seconds = np.zeros(len(numbers))
     elif "step_time_s" in absent:
@@ -188,7 +190,9 @@ def _each_step(steps: Steps, resumed: int) -> Steps:
     if not len(intervals) or np.median(intervals) <= 1 or steps.numbers.max() > _MOST_STEPS:
         return steps
     once = np.append(intervals != 0, True)  # a row that was written again
-    numbers, seconds, ends = steps.numbers[once], steps.seconds[once], steps.ends[once]
+    numbers = steps.numbers[once]
+    seconds = steps.seconds[once]
+    ends = steps.ends[once]
     intervals = np.diff(numbers)
     first = min(intervals[0], numbers[0])
     first = numbers[0] - resumed if 0 < numbers[0] - resumed < first else first
@@ -220,7 +224,8 @@ def read_incarnations(submissions: Sequence[Submission], client: SlurmClient) ->
     incarnations = []
     for job, stage in jobs:
         for row in rows.get(job, ()):  # not those of its steps
-            start, end = to_unix(row.start), to_unix(row.end)
+            start = to_unix(row.start)
+            end = to_unix(row.end)
             if start is None or not (nodes := count_nodes(row.nodes)):
                 continue  # pending, or cancelled while pending
             if start < submissions[0].submitted_at - _SLACK_S:

@@ -60,7 +60,8 @@ class GrowingLog:
             block = b""
             with suppress(OSError), open_regular(self.path) as stream:
                 if stream.seek(0, 2) < self.position:  # the file was truncated
-                    self.position, self.rest = 0, b""
+                    self.position = 0
+                    self.rest = b""
                 stream.seek(self.position)
                 block = stream.read(_BLOCK_BYTES)
             self.position += len(block)
@@ -73,14 +74,16 @@ class GrowingLog:
 
     def flush(self) -> Iterator[str]:
         """Yield the text after the last newline, if any."""
-        remainder, self.rest = self.rest, b""
+        remainder = self.rest
+        self.rest = b""
         if remainder:
             yield text_of(remainder)
 
     def skip_to_last(self, lines: int) -> None:
         """Continue before the last `lines` lines; at the start if the file is unreadable."""
         with suppress(OSError), open_regular(self.path) as stream:
-            end, length = stream.seek(0, 2), _BLOCK_BYTES
+            end = stream.seek(0, 2)
+            length = _BLOCK_BYTES
             while True:
                 begin = max(0, end - length)
                 stream.seek(begin)
@@ -209,7 +212,8 @@ class _RankLog:
             record = parse_line(line)
             if self.rank == 0 and (match := begin.match(record.message if record else line)):
                 if int(match[1]) != self.attempt:
-                    self.attempt, self.time = int(match[1]), -inf
+                    self.attempt = int(match[1])
+                    self.time = -inf
                 if match[2]:  # its ending, which follows the lines of all ranks
                     self.time = inf
             if record:
@@ -221,7 +225,8 @@ class MergedLogs:
     """The merged logs of a selection."""
 
     def __init__(self, selection: LogSelection) -> None:
-        self._selection, self._run = selection, selection.run
+        self._selection = selection
+        self._run = selection.run
         self._stage_logs = {
             stage: _RankLog(GrowingLog(self._run.stage_log(stage)), stage, 0, 0)
             for stage in selection.stages
@@ -409,7 +414,8 @@ def log_batches(
     Raises:
         RunError: there are no such logs, or they are on another machine.
     """
-    rank, follow = selection.worker, endings is not None
+    rank = selection.worker
+    follow = endings is not None
     merged = MergedLogs(selection)
     if rank and not follow and (yield from merged.on_node(rank, lines, follow)):
         return
@@ -453,7 +459,9 @@ def _explain_no_log(selection: LogSelection, follow: bool, state: Callable[[], s
     Raises:
         RunError: There are no such workers, or the log is still on its node.
     """
-    run, stage, rank = selection.run, selection.stages[-1], selection.worker
+    run = selection.run
+    stage = selection.stages[-1]
+    rank = selection.worker
     record = None
     with suppress(StorageError):
         record = selection.newest_attempt()

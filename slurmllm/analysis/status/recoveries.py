@@ -74,7 +74,8 @@ def find_recoveries(history: RunHistory) -> Iterator[FailureRecovery]:
             following += 1
         if ended.ending is not None and ended.ended_at is not None and ended.ending != "done":
             # Without a step of its own the outage begins with the attempt.
-            time, steps = allocations[ended.attempt], history.steps.get(ended.attempt)
+            time = allocations[ended.attempt]
+            steps = history.steps.get(ended.attempt)
             last_step_at = float(steps.ends[-1]) if steps is not None else ended.started_at
             if following < len(train):
                 first = history.steps[train[following].attempt]

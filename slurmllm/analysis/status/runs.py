@@ -322,15 +322,20 @@ def _node_texts(
 
 
 def _build_state(records: RunRecords, jobs: Jobs) -> RunState:
-    run, attempts, now = records.run, records.attempts, time.time()
+    run = records.run
+    attempts = records.attempts
+    now = time.time()
     state, reason = derive_state(records, jobs)
     if state in (*ACTIVE, "interrupted") and (message := _unwritten(run, jobs)):
         reason = "; ".join(filter(None, (message, reason)))
-    row, pace = last_row(run) or {}, read_pace(run, attempts)
-    step, eta_s = int(row.get("step", 0)), None
+    row = last_row(run) or {}
+    pace = read_pace(run, attempts)
+    step = int(row.get("step", 0))
+    eta_s = None
     total = records.config.steps
     if state == "training" and pace is not None and total is not None:
-        last, resumed = records.last, step
+        last = records.last
+        resumed = step
         # An attempt without a step of its own first recomputes what followed its checkpoint.
         if last is not None and last.ended_at is None and row.get("attempt", -1) != last.attempt:
             resumed = last.checkpoint_before or 0
@@ -407,7 +412,8 @@ def _checkpoints(
         entries = list_trainer_checkpoints(run, command)
         newest = newest_complete(entries)
         return [e.step for e in entries], newest and (newest.step, newest.changed_at)
-    rollbacks, steps = SkipsRecord.of(run).invalidations, run.checkpoint_steps()
+    rollbacks = SkipsRecord.of(run).invalidations
+    steps = run.checkpoint_steps()
     for step in reversed(steps):
         with suppress(StorageError):  # a save that is running, or was interrupted
             manifest = CheckpointManifest.load(run.checkpoint(step) / "manifest.json")
@@ -495,7 +501,8 @@ class RankedRun:
 def read_sweep(sweep: SweepDir, client: SlurmClient) -> SweepState:
     """Read the state of a sweep; raises StorageError if its record is damaged."""
     record = SweepRecord.load(sweep.record)
-    runs, compiling = runs_of(sweep, record), sweep.graph_runs()
+    runs = runs_of(sweep, record)
+    compiling = sweep.graph_runs()
     submissions = {run.name: last_submission(run) for run in compiling}
     jobs = {name: last.precompile_job if last else None for name, last in submissions.items()}
     states = run_states([*runs, *compiling], client)

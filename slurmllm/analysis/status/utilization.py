@@ -66,15 +66,19 @@ def break_down_time(history: RunHistory) -> list[AllocationTime]:
     incarnations = _incarnations(attempts, history)
     allocations = []
     for index, (attempt, incarnation) in enumerate(zip(attempts, incarnations, strict=True)):
-        number, in_training = attempt.attempt, attempt.stage == "train"
+        number = attempt.attempt
+        in_training = attempt.stage == "train"
         completed = history.steps.get(number) if in_training else None
-        start, nodes, spare = attempt.started_at, len(attempt.nodes), attempt.spare_nodes
+        start = attempt.started_at
+        nodes = len(attempt.nodes)
+        spare = attempt.spare_nodes
         end = start if attempt.ended_at is None else max(start, attempt.ended_at)
         if attempt.ended_at is None and completed is not None:
             end = max(start, float(completed.ends[-1]))
         if incarnation:
             # The supervisor cannot outlive its allocation; sacct's times are whole seconds.
-            start, end = min(incarnation.start, start), max(incarnation.end, end)
+            start = min(incarnation.start, start)
+            end = max(incarnation.end, end)
             # Attempts that follow each other in one allocation divide its time.
             if index and incarnations[index - 1] is incarnation:
                 start = attempt.started_at
@@ -88,7 +92,8 @@ def break_down_time(history: RunHistory) -> list[AllocationTime]:
             measured = _measured(attempt, start, end, history, last_step, typical_s)
         parts_s, overlap_s = _fill(measured, end - start)
         time = AllocationTime(number, attempt.stage, attempt.ending, nodes, start, end, parts_s)
-        time.overlap_s, time.spare_nodes = overlap_s, spare
+        time.overlap_s = overlap_s
+        time.spare_nodes = spare
         if attempt.ended_at is None and not incarnation:
             time.overlap_s = 0.0  # the length is a guess: evaluations follow the last step
         if completed is not None:
@@ -111,11 +116,14 @@ def _incarnations(attempts: Attempts, history: RunHistory) -> list[Incarnation |
     for attempt in attempts:
         # The closest start by the supervisor's clock, which is a node's: a job that gave up a node
         # has another one right after it.
-        opened_at, incarnation, nearest = attempt.started_at, None, (_SLACK_S, math.inf)
+        opened_at = attempt.started_at
+        incarnation = None
+        nearest = (_SLACK_S, math.inf)
         for start in history.incarnations:
             distance = max(start.start - opened_at, opened_at - start.end, 0.0), -start.start
             if start.job_id == attempt.job_id and distance < nearest:
-                incarnation, nearest = start, distance
+                incarnation = start
+                nearest = distance
         if incarnation in opened_in:
             earlier = attempts[opened_in.index(incarnation)]
             if earlier.restart_count != attempt.restart_count:
@@ -134,7 +142,8 @@ def _last_kept_steps(history: RunHistory) -> dict[int, int]:
     first_later: float = math.inf  # step
     last_steps = {}
     for number in sorted(history.steps, reverse=True):
-        steps, attempt = history.steps[number], train.get(number)
+        steps = history.steps[number]
+        attempt = train.get(number)
         limit = first_later
         if attempt and attempt.ended_at is not None and attempt.ending != "done":
             limit = min(limit, (attempt.checkpoint_after or 0) + 1)
@@ -152,7 +161,8 @@ def _measured(
     typical_s: float | None,
 ) -> Parts:
     """Return the measured parts of a train attempt, s; they may exceed its length."""
-    number, phases_s = attempt.attempt, attempt.phases_s
+    number = attempt.attempt
+    phases_s = attempt.phases_s
     preflight, cache = (phases_s.get(name, 0.0) for name in ("preflight", "cache"))
     parts: Parts = {"preflight": preflight, "cache": cache}
     parts["evaluation"] = history.evaluated_s.get(number, 0.0)
@@ -257,7 +267,9 @@ def account_node_hours(history: RunHistory, usd_per_node_hour: float | None = No
         for kind in TIME_PARTS
     }
     # Seconds with an allocation: two at once, such as a precompile of a resume, count once.
-    covered, waits, until = [], [], -math.inf
+    covered = []
+    waits = []
+    until = -math.inf
     for time in allocations:
         # In the queue since the end of the previous allocation or a later submission: a stopped
         # run does not wait until somebody resumes it.

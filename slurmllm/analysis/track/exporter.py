@@ -56,8 +56,11 @@ def export(run: RunDir, config: RunConfig, stop: threading.Event) -> None:
 
     Raises ConfigError if the token cannot be read.
     """
-    metrics, token, server = config.cluster.metrics, read_token(config), None
-    page, registry = Page(run, config), CollectorRegistry(auto_describe=False)
+    metrics = config.cluster.metrics
+    token = read_token(config)
+    server = None
+    page = Page(run, config)
+    registry = CollectorRegistry(auto_describe=False)
     registry.register(page)
     name = f"slurmllm-{login_name()}-{run.name}.prom"
     file = None if metrics.textfile is None else Path(metrics.textfile, name)

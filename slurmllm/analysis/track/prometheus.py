@@ -57,7 +57,8 @@ class Page(Collector):
     """The metrics of one run, as of the last update."""
 
     def __init__(self, run: RunDir, config: RunConfig) -> None:
-        self._run, self._config = run, config
+        self._run = run
+        self._config = config
         self._families: Collection[Metric] = ()
 
     def collect(self) -> Collection[Metric]:
@@ -65,7 +66,8 @@ class Page(Collector):
 
     def update(self, state: RunState) -> None:
         self._families = ()  # if this fails, no metrics are better than old ones
-        run, cluster = self._run, self._config.cluster
+        run = self._run
+        cluster = self._config.cluster
         labels = {"run": run.name, "cluster": cluster.name, "user": login_name()}
         families: dict[str, Metric] = {
             name: (Counter if name.endswith("_total") else Gauge)(f"slurmllm_{name}", meaning)

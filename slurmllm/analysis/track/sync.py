@@ -60,7 +60,9 @@ class Session:
     def __init__(self, run: RunDir, config: RunConfig, name: TrackerName) -> None:
         self.name: TrackerName = name
         self.steps_sent = 0
-        self._run, self._config, self._path = run, config, run.tracker(name)
+        self._run = run
+        self._config = config
+        self._path = run.tracker(name)
         self.record = TrackerRecord.find(self._path) or TrackerRecord()
         self._tracker: Tracker | None = None
 

@@ -263,7 +263,8 @@ def _find_resume(
     for tag in find_tags(log.series, ["epoch"])[:1]:
         epochs = log.series[tag]
         split = np.searchsorted(epochs.order, loss.order[start])
-        earlier, later = epochs.values[:split], epochs.values[split:]
+        earlier = epochs.values[:split]
+        later = epochs.values[split:]
         if earlier.size and later.size and earlier[0] < later[0] >= earlier[-1]:
             return _Resume(next_step, tag, False)
     # Whether the loss is, after a resume, near its last values and not its first ones

@@ -90,7 +90,8 @@ def files_by_rank(prefix: str, ending: str = "") -> dict[int, Path]:
 
 def read_by_rank(path_of: Callable[[int], Path], read: Callable[[Path], V]) -> dict[int, V]:
     """Return rank → content of the ranks' files in an attempt's directory, if it can be read."""
-    folder, ending = path_of(0).parent, path_of(0).suffix
+    folder = path_of(0).parent
+    ending = path_of(0).suffix
     paths = files_by_rank(str(folder / "rank_"), ending)
 
     def read_or_none(path: Path) -> V | None:

@@ -77,7 +77,8 @@ class PhaseWriter:
         if window != self._window:
             if self._own_s:
                 self._measured = f"{self._window} {fmean(self._own_s):.4e}"
-            self._window, self._own_s = window, []
+            self._window = window
+            self._own_s = []
         self._own_s.append(own_s)
 
 

@@ -307,7 +307,8 @@ class SlurmClient:
             if not nodes or _UNKNOWN_NODE not in str(error):
                 raise
             try:
-                states, names = self.node_states(), self.hostnames(",".join(nodes))
+                states = self.node_states()
+                names = self.hostnames(",".join(nodes))
             except SlurmError:
                 raise error from None
         unknown = " ".join(name for name in names if name not in states)

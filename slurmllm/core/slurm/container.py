@@ -157,9 +157,11 @@ def container_arguments(
         binds = [argument for mount in full for argument in ("--bind", mount)]
         nvidia = ["--nv"] if gpu else []
         return [container.runtime, "exec", *nvidia, *binds, *container.options, container.image]
-    user, gpus = "--userns=keep-id", "--device=nvidia.com/gpu=all"  # podman
+    user = "--userns=keep-id"  # podman
+    gpus = "--device=nvidia.com/gpu=all"
     if container.runtime == "docker":
-        user, gpus = f"--user={os.getuid()}:{os.getgid()}", "--gpus=all"
+        user = f"--user={os.getuid()}:{os.getgid()}"
+        gpus = "--gpus=all"
     return [
         container.runtime,
         "run",
