@@ -16,7 +16,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from slurmllm.core.errors import DataError
 from slurmllm.core.format import Json
-from slurmllm.core.run.safe_files import os_error_text, read_limited
+from slurmllm.core.run.rundir import storage_errors
+from slurmllm.core.run.safe_files import read_limited
 from slurmllm.data.sources.base import Tokens, short_digest
 from slurmllm.data.tokenizer_limits import require_bounded
 
@@ -180,13 +181,9 @@ def tokenizer_of_vocabulary(vocab: Path, merges: Path) -> str:
 
 def read_tokenizer(path: Path) -> tuple[Tokenizer, bytes]:
     """Read a tokenizer.json and its bytes; DataError if it is unreadable or holds no tokens."""
-    try:
+    fix = "name a tokenizer.json, or make one with `slurmllm tokenizer train`"
+    with storage_errors(f"cannot read tokenizer {path}", fix, DataError):
         data = read_limited(path, _LARGEST)
-    except OSError as error:
-        raise DataError(
-            f"cannot read tokenizer {path}: {os_error_text(error)}; name a tokenizer.json, "
-            "or make one with `slurmllm tokenizer train`"
-        ) from error
     with _library_errors(path, "is refused"):
         require_bounded(data)
     with _library_errors(path, "is not a tokenizer.json of the tokenizers library"):

@@ -38,8 +38,8 @@ from slurmllm.core.errors import (
 from slurmllm.core.metrics.row_reader import last_row
 from slurmllm.core.metrics.source import read_curve
 from slurmllm.core.run.records import AttemptRecord, JobsRecord, NodeRecord, last_submission
-from slurmllm.core.run.rundir import RunDir, write_atomic
-from slurmllm.core.run.safe_files import open_append, os_error_text, read_limited
+from slurmllm.core.run.rundir import RunDir, storage_errors, write_atomic
+from slurmllm.core.run.safe_files import open_append, read_limited
 from slurmllm.core.slurm.client import SlurmClient, step_beside
 from slurmllm.core.slurm.error_texts import ChildProcess
 from slurmllm.core.slurm.setup import slurm_environment
@@ -264,25 +264,22 @@ class Drill:
             run, kind, injection, reference, steps, tolerances, state, self.unbroken
         )
         self.show(result)
-        try:
-            with os.fdopen(open_append(self.plan.results), "a", encoding="utf-8") as stream:
-                stream.write(result.model_dump_json() + "\n")
-        except OSError as error:
-            raise StorageError(
-                f"cannot write {self.plan.results}: {os_error_text(error)}"
-            ) from error
+        with (
+            storage_errors(f"cannot write {self.plan.results}"),
+            os.fdopen(open_append(self.plan.results), "a", encoding="utf-8") as stream,
+        ):
+            stream.write(result.model_dump_json() + "\n")
         return result
 
     def _create(self, copy: str, kind: FaultKind | None) -> RunDir:
         """Make the directory of a new copy, with only its configuration."""
         run = RunDir(self.plan.run.path.parent / self.plan.name(copy))
-        try:
-            run.path.parent.mkdir(parents=True, exist_ok=True)
-            run.path.mkdir(0o755)
-        except FileExistsError:
-            raise RunError(f"{run.path} already exists; another drill has created it") from None
-        except OSError as error:
-            raise StorageError(f"cannot create {run.path}: {error.strerror or error}") from error
+        with storage_errors(f"cannot create {run.path}"):
+            try:
+                run.path.parent.mkdir(parents=True, exist_ok=True)
+                run.path.mkdir(0o755)
+            except FileExistsError:
+                raise RunError(f"{run.path} already exists; another drill has created it") from None
         self.copies.append(run)
         save(self.plan.config_of(kind), run)
         if self.plan.run.excluded.is_file():  # the copies exclude the same nodes

@@ -14,7 +14,7 @@ from slurmllm.analysis.evaluate.suites import VALIDATION
 from slurmllm.core.config.load import load
 from slurmllm.core.errors import DataError, UserError
 from slurmllm.core.format import Json, Texts
-from slurmllm.core.run.rundir import RunDir
+from slurmllm.core.run.rundir import RunDir, storage_errors
 from slurmllm.data.sources.dataset_folder import corpus_files
 from slurmllm.data.spec import StreamSpec
 from slurmllm.train.checkpoint.formats.model_folders import TOKENIZER, TOKENIZER_FOLDER
@@ -122,13 +122,9 @@ def _as_corpus(path: Path) -> Iterator[Path]:
 
 
 def _digest(path: Path) -> str:
-    try:
+    with storage_errors(f"cannot read {path}", "choose a readable file", DataError):
         status = path.stat()
         return _digest_of(path, status.st_size, status.st_mtime_ns)
-    except OSError as error:
-        raise DataError(
-            f"cannot read {path}: {error.strerror or error}; choose a readable file"
-        ) from error
 
 
 @cache

@@ -37,7 +37,7 @@ from slurmllm.core.metrics.row_reader import read_events
 from slurmllm.core.metrics.source import distinct_names, read_curve
 from slurmllm.core.run.artifact_records import DataRecord
 from slurmllm.core.run.records import Attempts, Event, NodeRecord
-from slurmllm.core.run.rundir import RunDir, read_all
+from slurmllm.core.run.rundir import RunDir, read_all, storage_errors
 from slurmllm.core.run.safe_files import os_error_text
 from slurmllm.core.slurm.client import SlurmClient
 from slurmllm.plan.mesh import Mesh, load_mesh
@@ -62,14 +62,10 @@ def find_run_directory(source: str, root: Path) -> Path | None:
     if not source.strip():
         return None
     for path in (root / source, Path(source).absolute()):
-        try:
+        fix = "give a run's name or a readable file of metrics"
+        with storage_errors(f"cannot read {path}", fix, RunError):
             if _is_run_or_part(path):
                 return path.resolve() if path.name in ("", "..") else path
-        except OSError as error:
-            raise RunError(
-                f"cannot read {path}: {error.strerror or error}; give a run's name or a readable "
-                "file of metrics"
-            ) from error
     return None
 
 

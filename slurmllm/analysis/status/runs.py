@@ -28,7 +28,7 @@ from slurmllm.core.metrics.row_reader import (
     last_row,
     last_row_of,
     last_rows,
-    read_error,
+    reading,
 )
 from slurmllm.core.metrics.step_time import finite_number, read_pace
 from slurmllm.core.run.artifact_records import CheckpointManifest
@@ -41,7 +41,7 @@ from slurmllm.core.run.records import (
     last_submission,
     runs_of,
 )
-from slurmllm.core.run.rundir import RunDir, SweepDir, run_folders
+from slurmllm.core.run.rundir import RunDir, SweepDir, run_folders, storage_errors
 from slurmllm.core.run.safe_files import os_error_text, write_error
 from slurmllm.core.slurm.client import PartitionNode, QueuedJob, SlurmClient
 from slurmllm.core.slurm.site import explain_drain
@@ -173,12 +173,11 @@ class RunStates(tuple[RunState, ...]):
 
 def list_runs(root: Path) -> list[RunDir]:
     """Return the runs in a folder and its sweeps, the newest last, unreadable ones included."""
-    try:
-        entries = [entry for entry in run_folders(root) if not entry.name.startswith(".")]
-    except FileNotFoundError:
-        return []
-    except OSError as error:
-        raise StorageError(f"cannot list the runs in {root}: {os_error_text(error)}") from error
+    with storage_errors(f"cannot list the runs in {root}"):
+        try:
+            entries = [entry for entry in run_folders(root) if not entry.name.startswith(".")]
+        except FileNotFoundError:
+            return []
     runs = []
     for entry in entries:
         try:
@@ -525,7 +524,7 @@ def rank(state: SweepState) -> list[RankedRun]:
 def _final_loss(state: RunState) -> float | None:
     losses: dict[int, float] = {}
     run = RunDir(Path(state.run_dir))
-    try:
+    with reading(run.path):
         for path in reversed(run.metrics_files()):
             first = min(losses, default=math.inf)  # a later attempt has recomputed what follows
             losses |= {
@@ -535,8 +534,6 @@ def _final_loss(state: RunState) -> float | None:
             }
             if len(losses) >= _MOST_ROWS:
                 break
-    except OSError as error:
-        raise read_error(run.path, error) from error
     last = max(losses, default=0)
     used = [loss for step, loss in losses.items() if step > last * (1 - _LAST_PART)]
     mean = math.fsum(used) / len(used) if used else math.nan

@@ -11,18 +11,14 @@ import io
 from pathlib import Path
 
 from slurmllm.core.errors import UserError
-from slurmllm.core.run.rundir import write_bytes
-from slurmllm.core.run.safe_files import open_trusted, os_error_text
+from slurmllm.core.run.rundir import storage_errors, write_bytes
+from slurmllm.core.run.safe_files import open_trusted
 
 _SETTINGS = Path("matplotlibrc")
 if _SETTINGS.exists():
-    try:
+    fix = "matplotlib would read it: remove it, work in another directory, or draw no picture"
+    with storage_errors(str(_SETTINGS.absolute()), fix, UserError):
         open_trusted(_SETTINGS).close()
-    except OSError as error:
-        raise UserError(
-            f"{_SETTINGS.absolute()}: {os_error_text(error)}; matplotlib would read it: remove "
-            "it, work in another directory, or draw no picture"
-        ) from error
 
 # ruff: noqa: E402
 from matplotlib import rc_context as rc_context

@@ -27,7 +27,7 @@ from slurmllm.core.metrics.row_reader import (
     json_number,
     line_error,
     parse_row,
-    read_error,
+    reading,
     row_fault,
 )
 from slurmllm.core.run.safe_files import open_regular, read_pieces
@@ -50,10 +50,8 @@ def read_attempts(files: list[Path], lenient: bool, by_file: FileRows | None = N
     warnings = []
 
     def read(path: Path, attempt: int) -> FileContent:
-        try:
+        with reading(path):
             return _read_file(path, attempt, lenient=lenient, fast=fast)
-        except OSError as error:
-            raise read_error(path, error) from error
 
     # A file that is not there is reported by its reader.
     fast = sum(path.stat().st_size for path in files if path.is_file()) >= _SMALL_BYTES

@@ -11,12 +11,12 @@ import errno
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slurmllm.core.errors import RunError
-from slurmllm.core.run.rundir import RunDir
+from slurmllm.core.run.rundir import RunDir, storage_errors
 from slurmllm.core.run.safe_files import open_regular, os_error_text, read_limited, read_lines
 
 if TYPE_CHECKING:
@@ -37,22 +37,19 @@ def read_rows(path: Path) -> Iterator[tuple[int, Row]]:
     Raises RunError if a line is not a row, or the file cannot be read.
     """
     cut_line = None
-    try:
-        with open_regular(path) as stream:
-            for line, content in enumerate(read_lines(stream), start=1):
-                if not content.strip():
-                    continue
-                if cut_line is not None:
-                    raise line_error(path, cut_line, CUT_LINE)
-                row = parse_row(content)
-                if row is None:
-                    cut_line = line
-                elif (fault := row_fault(row)) is not None:
-                    raise line_error(path, line, fault)
-                else:
-                    yield line, row
-    except OSError as error:
-        raise read_error(path, error) from error
+    with reading(path), open_regular(path) as stream:
+        for line, content in enumerate(read_lines(stream), start=1):
+            if not content.strip():
+                continue
+            if cut_line is not None:
+                raise line_error(path, cut_line, CUT_LINE)
+            row = parse_row(content)
+            if row is None:
+                cut_line = line
+            elif (fault := row_fault(row)) is not None:
+                raise line_error(path, line, fault)
+            else:
+                yield line, row
 
 
 def line_error(path: Path, line: int, fault: str) -> RunError:
@@ -62,11 +59,16 @@ def line_error(path: Path, line: int, fault: str) -> RunError:
     )
 
 
-def read_error(path: Path, error: OSError, kind: str = "metrics file") -> RunError:
-    return RunError(
-        f"cannot read {error.filename or path}: {os_error_text(error)}; a {kind} must be "
-        "readable: check its permissions and the file system"
-    )
+@contextmanager
+def reading(path: Path, kind: str = "metrics file") -> Iterator[None]:
+    """Raise OSErrors of a block as RunErrors, which name the file, else `path`."""
+    try:
+        yield
+    except OSError as error:
+        raise RunError(
+            f"cannot read {error.filename or path}: {os_error_text(error)}; a {kind} must be "
+            "readable: check its permissions and the file system"
+        ) from error
 
 
 def parse_row(line: bytes) -> Any:
@@ -105,10 +107,8 @@ def row_fault(row: Any) -> str | None:
 
 def last_row(run: RunDir) -> Row | None:
     """Read the newest row of a run as written; None if the run has made no step."""
-    try:
+    with reading(run.path):
         return next(filter(None, map(last_row_of, reversed(run.metrics_files()))), None)
-    except OSError as error:
-        raise read_error(run.path, error) from error
 
 
 def last_row_of(path: Path) -> Row | None:
@@ -161,12 +161,11 @@ def read_events(
     from slurmllm.core.run.records import Event
 
     path = run.events(attempt)
-    try:
-        lines = read_limited(path).splitlines()
-    except FileNotFoundError:
-        return
-    except OSError as error:
-        raise RunError(f"cannot read {path}: {os_error_text(error)}") from error
+    with storage_errors(f"cannot read {path}", kind=RunError):
+        try:
+            lines = read_limited(path).splitlines()
+        except FileNotFoundError:
+            return
     for number, line in enumerate(lines, start=1):
         try:
             yield Event.model_validate_json(line)

@@ -25,11 +25,11 @@ from slurmllm.core.metrics.log_files import (
 )
 from slurmllm.core.metrics.log_series import Log, log_suffix
 from slurmllm.core.metrics.merge import FileRows, merge_rows, number_attempts, with_evaluations
-from slurmllm.core.metrics.row_reader import parse_row, read_error, read_evaluations
+from slurmllm.core.metrics.row_reader import parse_row, read_evaluations, reading
 from slurmllm.core.metrics.tags import JSON_LINES, Tags, parse_tags
 from slurmllm.core.run.artifact_records import DataRecord
 from slurmllm.core.run.records import JobsRecord, SkipsRecord
-from slurmllm.core.run.rundir import RunDir, find_run, read_all, report_path
+from slurmllm.core.run.rundir import RunDir, find_run, read_all, report_path, storage_errors
 from slurmllm.core.run.safe_files import open_regular, os_error_text, read_limited, read_lines
 
 __all__ = ["locate", "parse_tags", "read_curve"]
@@ -52,7 +52,7 @@ def locate(source: str, root: Path) -> Path:
     if not source.strip():  # an unset variable of a script; as a path it is the folder itself
         raise RunError(f"an empty name is not a run; give {_KINDS}")
     path = Path(source)
-    try:
+    with storage_errors(f"cannot look up {source:.200}", f"give {_KINDS}", RunError):
         refuse_removed_format(path)
         if path.is_file():
             return path
@@ -78,10 +78,6 @@ def locate(source: str, root: Path) -> Path:
                 f"event files; give {_KINDS}"
             )
         return find_run(source, root).path
-    except OSError as error:
-        raise RunError(
-            f"cannot look up {source:.200}: {os_error_text(error)}; give {_KINDS}"
-        ) from error
 
 
 def refuse_removed_format(path: Path) -> None:
@@ -126,13 +122,11 @@ def read_curve(
             line of one of our files that is not its last is broken (if not lenient).
     """
     tags = tags or {}
-    try:
+    with reading(source, "log"):
         log = read_log(source, tags, pattern)
         if log is None:
             return read_run(source, lenient, by_file)
         return curve_of_log(log, run_name(log.path, source.is_file()), tags, where)
-    except OSError as error:
-        raise read_error(source, error, "log") from error
 
 
 def read_log(source: Path, tags: Tags, pattern: str | None) -> Log | None:
@@ -184,14 +178,12 @@ def read_run(source: Path, lenient: bool = False, by_file: FileRows | None = Non
     """Read a run directory's metrics, or a .jsonl file of them; raises as `read_curve` does."""
     from slurmllm.core.metrics.attempt_metrics import read_attempts  # loads pyarrow
 
-    try:
+    with reading(source):
         is_file = source.is_file()
         if source.exists() and not is_file and not source.is_dir():
             raise RunError(f"{source} is not a regular file; write it to a file first")
         files = [source] if is_file else RunDir(source).metrics_files()
         warnings = [] if is_file else _unknown_files(source / "metrics", files)
-    except OSError as error:
-        raise read_error(source, error) from error
     name = run_name(source, is_file)
     blocks, line_warnings = read_attempts(files, lenient, by_file)
     warnings += line_warnings

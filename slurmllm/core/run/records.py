@@ -12,8 +12,15 @@ from pydantic import BaseModel, Field, ValidationError
 
 from slurmllm.core.errors import Blame, StorageError
 from slurmllm.core.format import Texts, format_duration
-from slurmllm.core.run.rundir import RUN_NAME, AttemptDir, RunDir, SweepDir, write_atomic
-from slurmllm.core.run.safe_files import os_error_text, read_limited
+from slurmllm.core.run.rundir import (
+    RUN_NAME,
+    AttemptDir,
+    RunDir,
+    SweepDir,
+    storage_errors,
+    write_atomic,
+)
+from slurmllm.core.run.safe_files import read_limited
 
 EndingClass = Literal[
     "done",  # the final step was reached
@@ -107,10 +114,10 @@ class Record(BaseModel, frozen=True, extra="ignore", populate_by_name=True, defe
 
         `trusted`: only this user, or members of `group`, may have written it.
         """
+        with storage_errors(f"cannot read {path}"):
+            content = read_limited(path, trusted=trusted, group=group)
         try:
-            return cls.model_validate_json(read_limited(path, trusted=trusted, group=group))
-        except OSError as error:
-            raise StorageError(f"cannot read {path}: {os_error_text(error)}") from error
+            return cls.model_validate_json(content)
         except ValidationError as error:
             fix = "" if trusted else "; restore it or start a new run"  # graphs are compiled again
             raise StorageError(f"{path} is damaged: {first_problem(error)}{fix}") from error

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, Literal, TypeVar, TypeVarTuple, get_args
 
-from slurmllm.core.errors import RunError, StorageError
+from slurmllm.core.errors import RunError, SlurmllmError, StorageError
 from slurmllm.core.run.safe_files import os_error_text, write_whole
 
 K = TypeVar("K")
@@ -55,13 +55,15 @@ def write_bytes(path: Path, content: bytes, fault: str, fix: str, mode: int = 0o
 
 
 @contextmanager
-def storage_errors(fault: str, fix: str = "") -> Iterator[None]:
-    """Raise OSErrors of a block as StorageErrors: the fault, its reason, what the user can do."""
+def storage_errors(
+    fault: str, fix: str = "", kind: type[SlurmllmError] = StorageError
+) -> Iterator[None]:
+    """Raise OSErrors of a block as a `kind`: the fault, its reason, what the user can do."""
     try:
         yield
     except OSError as error:
         message = f"{fault}: {os_error_text(error)}"
-        raise StorageError(f"{message}; {fix}" if fix else message) from error
+        raise kind(f"{message}; {fix}" if fix else message) from error
 
 
 def read_all(read: Callable[[K], V], items: Iterable[K]) -> list[V]:

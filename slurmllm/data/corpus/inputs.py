@@ -15,6 +15,7 @@ from slurmllm.core.config.variables import hide_passwords
 from slurmllm.core.display.progress import OnNote
 from slurmllm.core.errors import DataError
 from slurmllm.core.run.file_formats import HEAD_BYTES, foreign_format
+from slurmllm.core.run.rundir import storage_errors
 from slurmllm.core.run.safe_files import os_error_text
 from slurmllm.data.corpus.addresses import open_input, paths_of, state_of
 from slurmllm.data.corpus.splits import DEFAULT, list_some, missing_shards, select_data
@@ -60,10 +61,8 @@ class InputFile:
 
 def input_file(path: AnyPath, format: FormatOption = "auto", name: str | None = None) -> InputFile:
     """Describe one file; `name` is its name in the corpus, by default the path."""
-    try:
+    with storage_errors(f"cannot read {path}", kind=DataError):
         size_bytes, version = state_of(path)
-    except OSError as error:
-        raise DataError(f"cannot read {path}: {os_error_text(error)}") from error
     if isinstance(path, Path) and not path.is_file():
         raise DataError(f"{path} is not a regular file; write the text to a file first")
     classified = _classify(path, format)
@@ -278,10 +277,8 @@ def _is_data(path: Path) -> bool:
 
 def read_list(path: str) -> list[str]:
     """Return the paths of a list (`-`: standard input), without blank lines and `#` comments."""
-    try:
+    with storage_errors(f"cannot read the list {path}", kind=DataError):
         data = sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()
-    except OSError as error:
-        raise DataError(f"cannot read the list {path}: {os_error_text(error)}") from error
     names = [os.fsdecode(line.strip()) for line in data.splitlines()]
     names = [name for name in names if name and not name.startswith("#")]
     if not names:

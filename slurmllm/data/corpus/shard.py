@@ -28,7 +28,8 @@ from slurmllm.core.display.progress import OnProgress
 from slurmllm.core.errors import DataError, SlurmllmError, StorageError
 from slurmllm.core.format import Texts
 from slurmllm.core.run.records import Record
-from slurmllm.core.run.safe_files import os_error_text, write_whole
+from slurmllm.core.run.rundir import storage_errors
+from slurmllm.core.run.safe_files import write_whole
 from slurmllm.data.corpus.addresses import state_of
 from slurmllm.data.corpus.inputs import InputFile
 from slurmllm.data.corpus.options import BuildOptions, InputErrors, TokenDtype, TokenizeOptions
@@ -282,10 +283,8 @@ class _ShardReader:
 
 
 def _check_unchanged(file: InputFile) -> None:
-    try:
+    with storage_errors(f"cannot read {file.name}", kind=DataError):
         size_bytes, version = state_of(file.path, fresh=True)
-    except OSError as error:
-        raise DataError(f"cannot read {file.name}: {os_error_text(error)}") from error
     if (size_bytes, version) != (file.size_bytes, file.version):
         raise DataError(
             f"{file.name} has changed since the build began (it had {file.size_bytes:,} bytes and "

@@ -14,15 +14,15 @@ import shutil
 import socket
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Self
 
 from slurmllm.core.display.progress import OnProgress
-from slurmllm.core.errors import DataError, StorageError
-from slurmllm.core.run.rundir import fsync_dir
-from slurmllm.core.run.safe_files import open_lock, os_error_text, untrusted_error
+from slurmllm.core.errors import DataError
+from slurmllm.core.run.rundir import fsync_dir, storage_errors
+from slurmllm.core.run.safe_files import open_lock, untrusted_error
 
 _LOCK = "lock"
 
@@ -96,19 +96,15 @@ class WorkFolder:
     @contextmanager
     def lock(self) -> Iterator[None]:
         """Exclude other builds of the same output; a DataError if one is running."""
-        try:
-            stream = self._lock()
-        except BlockingIOError as error:
-            raise DataError(
-                # strip '.' and '.build'
-                f"another `data build` is writing {self.path.name[1:-6]}; wait for it, or choose "
-                "another --out"
-            ) from error
-        except OSError as error:
-            raise StorageError(
-                f"cannot write {self.path}: {os_error_text(error)}; free space or choose "
-                "another --out"
-            ) from error
+        with storage_errors(f"cannot write {self.path}", "free space or choose another --out"):
+            try:
+                stream = self._lock()
+            except BlockingIOError as error:
+                raise DataError(
+                    # strip '.' and '.build'
+                    f"another `data build` is writing {self.path.name[1:-6]}; wait for it, or "
+                    "choose another --out"
+                ) from error
         with stream:
             yield
 
@@ -212,14 +208,10 @@ def refuse_existing(out: Path, overwrite: bool) -> None:
         raise DataError(f"{out} already exists; choose another --out, or add --overwrite")
 
 
-@contextmanager
-def writing(path: Path) -> Iterator[None]:
+def writing(path: Path) -> AbstractContextManager[None]:
     """Raise a StorageError if the file system refuses to write the output `path`."""
-    try:
-        yield
-    except OSError as error:
-        raise StorageError(
-            f"cannot write {path}: {os_error_text(error)}; free space or choose another --out. "
-            "The output is incomplete. Finished shards are kept; run the same command again to "
-            "continue"
-        ) from error
+    return storage_errors(
+        f"cannot write {path}",
+        "free space or choose another --out. The output is incomplete. Finished shards are kept; "
+        "run the same command again to continue",
+    )

@@ -17,8 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from slurmllm.core.errors import StorageError
-from slurmllm.core.run.safe_files import os_error_text
+from slurmllm.core.run.rundir import storage_errors
 
 Tokens = npt.NDArray[np.int32]
 Marks = npt.NDArray[np.uint8]
@@ -143,18 +142,15 @@ def fingerprint(paths: Sequence[Path], *identity: str) -> str:
     """
     content = "\0".join(identity).encode()
     for path in paths:
-        try:
-            with path.open("rb", buffering=0) as stream:
-                size = os.fstat(stream.fileno()).st_size
-                content += size.to_bytes(8, "little")
-                if size <= _WHOLE_BYTES:
-                    content += xxhash.xxh3_128_digest(stream.read())
-                    continue
-                for i in range(_SAMPLES):
-                    offset = (size - _SAMPLE_BYTES) * i // (_SAMPLES - 1)
-                    content += os.pread(stream.fileno(), _SAMPLE_BYTES, offset)
-        except OSError as error:
-            raise StorageError(f"cannot read {path}: {os_error_text(error)}") from error
+        with storage_errors(f"cannot read {path}"), path.open("rb", buffering=0) as stream:
+            size = os.fstat(stream.fileno()).st_size
+            content += size.to_bytes(8, "little")
+            if size <= _WHOLE_BYTES:
+                content += xxhash.xxh3_128_digest(stream.read())
+                continue
+            for i in range(_SAMPLES):
+                offset = (size - _SAMPLE_BYTES) * i // (_SAMPLES - 1)
+                content += os.pread(stream.fileno(), _SAMPLE_BYTES, offset)
     return short_digest(content)
 
 

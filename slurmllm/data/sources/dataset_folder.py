@@ -15,7 +15,7 @@ from pathlib import Path
 
 from slurmllm.core.errors import DataError
 from slurmllm.core.format import Json
-from slurmllm.core.run.safe_files import os_error_text
+from slurmllm.core.run.rundir import storage_errors
 
 STATE = "state.json"
 SPLITS = "dataset_dict.json"
@@ -97,10 +97,9 @@ def _cached_files(folder: Path, splits: list[str]) -> list[Path] | None:
 
 def _load(path: Path) -> Json:
     """Return the object of a JSON file; empty if some other file has that name."""
-    try:
-        content = json.loads(path.read_bytes())
-    except OSError as error:
-        raise DataError(f"cannot read {path}: {os_error_text(error)}") from error
-    except (ValueError, RecursionError):
-        return {}
+    with storage_errors(f"cannot read {path}", kind=DataError):
+        try:
+            content = json.loads(path.read_bytes())
+        except (ValueError, RecursionError):
+            return {}
     return content if isinstance(content, dict) else {}
