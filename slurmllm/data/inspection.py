@@ -194,10 +194,10 @@ def first_sequences(spec: StreamSpec, encoder: TokenEncoder, count: int) -> list
     rows = zip(batch.inputs[:count], untrained[:, :-1], strict=False)
     for number, (ids, prompt) in enumerate(rows):
         bounds = [0, *(np.flatnonzero(np.diff(prompt)) + 1), len(ids)]
-        parts = tuple(
+        parts = [
             SequencePart(text=encoder.decode(ids[begin:end]), trained=not prompt[begin])
             for begin, end in pairwise(bounds)
-        )
+        ]
         sequences.append(PackedSequence(number=number, tokens=len(ids), parts=parts))
     return sequences
 
@@ -231,15 +231,15 @@ def _describe_lengths(tokens: Integers) -> Lengths:
     exponents = np.frexp(np.maximum(tokens, 1))[1] - 1  # 2^exponent ≤ tokens < 2^(exponent + 1)
     shares = (np.bincount(exponents) / len(tokens)).tolist()
     return Lengths(
-        mean=float(tokens.mean()),
+        mean=tokens.mean(),
         median=median,
         p90=p90,
         p99=p99,
-        longest=int(tokens.max()),
-        histogram=tuple(
+        longest=tokens.max(),
+        histogram=[
             LengthBucket(least=1 << exponent, below=2 << exponent, share=shares[exponent])
             for exponent in range(exponents.min(), len(shares))
-        ),
+        ],
     )
 
 

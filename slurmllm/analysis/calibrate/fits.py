@@ -52,8 +52,9 @@ def hardware_of(
     values["operator_us"] = layer / few.sizes[1] / 3 * 1e6
     values["step_overhead_s"] = max(0.0, few.value - few.sizes[0] * layer)
     if _select(samples, "gpu_step", minimum=0):
-        gpu_steps = _select(samples, "gpu_step", minimum=2)
-        values["memory_efficiency"] = fit_steps(gpu_steps, task, values)
+        values["memory_efficiency"] = fit_steps(
+            _select(samples, "gpu_step", minimum=2), task, values
+        )
     rounded: Json = {
         name: float(f"{value:.{_DIGITS}g}") if isinstance(value, int | float) else value
         for name, value in values.items()

@@ -67,9 +67,13 @@ def scale_of(task: Task) -> Scale:
 
 
 def _model(hidden: int, heads: int, vocabulary: int, length: int) -> ModelConfig:
-    shape = f"hidden_size={hidden} num_heads={heads} ffn_hidden_size={4 * hidden}"
-    settings = f"{shape} vocab_size={vocabulary} seq_len={length}".split()
-    overrides = [f"model.{setting}" for setting in settings]
+    overrides = [
+        f"model.hidden_size={hidden}",
+        f"model.num_heads={heads}",
+        f"model.ffn_hidden_size={4 * hidden}",
+        f"model.vocab_size={vocabulary}",
+        f"model.seq_len={length}",
+    ]
     return resolve("tiny_neox", "local", overrides).recipe.model
 
 

@@ -180,8 +180,7 @@ def time_steps(task: Task, layers: int, local_rank: int) -> list[Sample]:
     sizes = layers, mesh.accumulation
     samples = [Sample(kind="step", sizes=sizes, value=statistics.median(host_s))]
     if task.device == "cuda":
-        value = statistics.median(device_s)
-        samples.append(Sample(kind="gpu_step", sizes=sizes, value=value))
+        samples.append(Sample(kind="gpu_step", sizes=sizes, value=statistics.median(device_s)))
     return samples
 
 

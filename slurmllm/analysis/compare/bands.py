@@ -197,11 +197,14 @@ class SeedBand:
 
     def compare(self, points: Mapping[str, Points], letter: str) -> Band:
         """Compare the metrics of B, named `letter`, with the band; raises as `check` does."""
-        metrics = {
-            name: self.check(name, metric_points, letter).record
-            for name, metric_points in points.items()
-        }
-        return Band(seeds=self.names, chance=CHANCE, metrics=metrics)
+        return Band(
+            seeds=self.names,
+            chance=CHANCE,
+            metrics={
+                name: self.check(name, metric_points, letter).record
+                for name, metric_points in points.items()
+            },
+        )
 
     def check(self, metric: str, points: Points, letter: str) -> BandResult:
         """Compare B's values with the band, at their common points.

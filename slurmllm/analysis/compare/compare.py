@@ -297,9 +297,12 @@ def _common_metrics(alignment: Alignment) -> dict[str, _Metric]:
         points = alignment.points_of(name)
         if len(points):
             printed = points.as_printed(a, b)
-            signed = signed_difference(points.a, points.b)
-            visible = signed_difference(printed.a, printed.b)
-            metrics[name] = _Metric(points, signed, printed, visible)
+            metrics[name] = _Metric(
+                points,
+                signed_difference(points.a, points.b),
+                printed,
+                signed_difference(printed.a, printed.b),
+            )
     if "loss" not in metrics:
         raise RunError(
             f"{a.name} and {b.name} have a loss at different steps only; log it at the same steps"
@@ -384,11 +387,10 @@ def _compare_metric(
     if not unequal.any():
         # At a chance of 1 in 200 a larger bias leaves all printed digits as they are.
         power = max(power, 10.6 * (described.max_rel_diff or 0.0) / len(steps))
-    of_lasting = _lasting_fields(detected.lasting if rule else None, steps[finite])
     return MetricComparison.model_validate(
         {
             **described.model_dump(include={"max_rel_diff", "max_rel_diff_step", "mean_rel_diff"}),
-            **of_lasting,
+            **_lasting_fields(detected.lasting if rule else None, steps[finite]),
             "tolerance": limits.bias,
             "steps_compared": len(steps),
             "first_difference_step": _first_step(steps, ~metric.points.same),

@@ -80,8 +80,15 @@ def align(
         shifts = comparison.a.shift, comparison.b.shift
         matched = match_steps(a, curve, shifts, by_step=axis == "step")
         alignment = Alignment(matched[0].used, matched[1].used, axis, from_step, to_step)
-        color = _COLORS[i % len(_COLORS)]
-        drawn.append(Drawn(curve_letter(i + 1), matched[1].read, comparison, color, alignment))
+        drawn.append(
+            Drawn(
+                curve_letter(i + 1),
+                matched[1].read,
+                comparison,
+                _COLORS[i % len(_COLORS)],
+                alignment,
+            )
+        )
     return shift_steps(a, comparisons[0].a.shift), drawn
 
 
@@ -116,8 +123,7 @@ def draw(
         ratios += [0.05, 1.4]
         height = max(8.5, 7.7 + above)
     picture = Figure(figsize=(10, height), dpi=120)
-    grid = picture.subplots(len(ratios), sharex=True, height_ratios=ratios, squeeze=False)
-    panels = grid[:, 0]
+    panels = picture.subplots(len(ratios), sharex=True, height_ratios=ratios, squeeze=False)[:, 0]
     picture.subplots_adjust(
         left=0.09, right=0.985, bottom=0.55 / height, top=1 - above / height, hspace=0.13
     )
@@ -237,8 +243,14 @@ def _mark_departure(
     axes.axvline(position, color=color, linewidth=1.0, zorder=1)
     # On the side of the line with more room.
     side = "left" if position <= (span[0] + span[1]) / 2 else "right"
-    label = f" diverges at step {step} "
-    axes.text(position, 0.03, label, color=color, ha=side, transform=axes.get_xaxis_transform())
+    axes.text(
+        position,
+        0.03,
+        f" diverges at step {step} ",
+        color=color,
+        ha=side,
+        transform=axes.get_xaxis_transform(),
+    )
 
 
 def _draw_difference(axes: Axes, drawn: Sequence[Drawn], metrics: Sequence[str]) -> None:
@@ -259,9 +271,13 @@ def _draw_difference(axes: Axes, drawn: Sequence[Drawn], metrics: Sequence[str])
     for metric in metrics:
         if (tolerance := drawn[0].tolerance(metric)) > 0:
             label = f"tolerance {in_figures(tolerance)}, {LABELS[metric].split(' (')[0]}"
-            color = _METRIC_COLORS[metric]
-            dashed = (0, (5, 3))
-            axes.axhline(tolerance, color=color, linewidth=1.2, linestyle=dashed, label=label)
+            axes.axhline(
+                tolerance,
+                color=_METRIC_COLORS[metric],
+                linewidth=1.2,
+                linestyle=(0, (5, 3)),
+                label=label,
+            )
             smallest.append(tolerance)
     axes.set_yscale("log")
     # Plain text: matplotlib's own labels go through its parser of formulas, a tenth of a second.

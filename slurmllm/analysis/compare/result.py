@@ -307,7 +307,7 @@ def compared_steps(matches: Sequence[StepMatch], alignment: Alignment) -> Json:
             first_step=curve.steps[0],
             last_step=curve.steps[-1],
             attempts=len(np.unique(curve.attempts)),
-            restarts=tuple(curve.restarts.tolist()),
+            restarts=curve.restarts.tolist(),
             missing=curve.gaps,
             shift=match.shift,
             shift_reason=match.reason if match.shift else "",
@@ -410,7 +410,7 @@ def statistics(points: Points, signed: Floats, shape: bool) -> Statistics:
         correlation_detrended=detrended,
         area_between=area,
         ratio=ratio,
-        windows=tuple(_window(points.steps[i:j], signed[i:j]) for i, j in pairwise(bounds)),
+        windows=[_window(points.steps[i:j], signed[i:j]) for i, j in pairwise(bounds)],
     )
 
 

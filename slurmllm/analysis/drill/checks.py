@@ -186,7 +186,7 @@ def check_recovery(
         kind=kind,
         run=run.name,
         passed=not faults,
-        faults=tuple(faults),
+        faults=faults,
         tested=not untested,
         at_step=injection.step,
         node=injection.node,

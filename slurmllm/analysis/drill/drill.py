@@ -124,9 +124,16 @@ class LocalRunner:
         # Returns at once: an error of `resume` is raised by `active`.
         self._stderr.seek(0)
         self._stderr.truncate()
-        command = ["resume", run.name, f"--nodes={nodes}", f"--runs-dir={run.path.parent}"]
         self._process = subprocess.Popen(
-            [*SLURMLLM, *command, "--json", "--local"],
+            [
+                *SLURMLLM,
+                "resume",
+                run.name,
+                f"--nodes={nodes}",
+                f"--runs-dir={run.path.parent}",
+                "--json",
+                "--local",
+            ],
             **{**_NO_FILES, "stderr": self._stderr},
             start_new_session=True,  # Ctrl-C reaches only the drill, which then cancels the run
             preexec_fn=die_with_parent,
@@ -226,8 +233,8 @@ class Drill:
             seed=plan.seed,
             reference=name,
             own_reference=self.own_reference,
-            drills=tuple(results),
-            kept=tuple(run.name for run in self.copies),
+            drills=results,
+            kept=[run.name for run in self.copies],
             repeat=repeat.name if repeat else None,
             noise=noise,
         )
@@ -257,11 +264,15 @@ class Drill:
         run = self._create(kind, kind)
         injection = self._run_to_end(run, kind, kind)
         self.progress(f"{kind}: comparing with the reference")
-        steps = self.plan.steps
-        tolerances = self.tolerances
-        state = self._state(run)
         result = check_recovery(
-            run, kind, injection, reference, steps, tolerances, state, self.unbroken
+            run,
+            kind,
+            injection,
+            reference,
+            self.plan.steps,
+            self.tolerances,
+            self._state(run),
+            self.unbroken,
         )
         self.show(result)
         with (

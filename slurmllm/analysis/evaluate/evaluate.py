@@ -82,8 +82,7 @@ class EvaluationPlan:
         return not force and all(is_cached(job, task) for task in job.tasks)
 
     def job(self, model: ModelRef, tasks: Sequence[TaskRequest]) -> JobRequest:
-        store = self.target.store.path
-        return JobRequest(store, model, tasks, self.validation, self.settings)
+        return JobRequest(self.target.store.path, model, tasks, self.validation, self.settings)
 
 
 class TaskFailure(NamedTuple):
@@ -198,10 +197,14 @@ def run_jobs(
     `on_poll` is called regularly meanwhile, `echo` with a line for each failure.
     """
     result = EvaluationResult()
-    arguments = [(job,) for job in jobs]
-    names = [f"step_{job.model.step:08d}" for job in jobs]
     calls = map_calls(
-        run_job, arguments, names=names, logs=logs, at_once=at_once, on_poll=on_poll, array=array
+        run_job,
+        [(job,) for job in jobs],
+        names=[f"step_{job.model.step:08d}" for job in jobs],
+        logs=logs,
+        at_once=at_once,
+        on_poll=on_poll,
+        array=array,
     )
     try:
         with contextlib.closing(calls):
@@ -220,9 +223,9 @@ def run_jobs(
                 for task in job.tasks:
                     if reason := outcome.failed.get(task.key):
                         echo(f"failed: step {step}, {job.title(task)}: {reason}")
-                        name = task.task.task
-                        shots = task.task.shots
-                        result.failed.append(TaskFailure(step, name, shots, reason))
+                        result.failed.append(
+                            TaskFailure(step, task.task.task, task.task.shots, reason)
+                        )
                 result.evaluated += len(job.tasks) - len(outcome.failed)
     finally:
         # Jobs that were killed may leave their exported models behind.
@@ -333,8 +336,7 @@ def run_job(request: JobRequest) -> JobOutcome:
         from slurmllm.analysis.evaluate.harness import Harness
 
         try:
-            store = RunDir(request.store).evaluations
-            with exported(model, store, request.settings) as folder:
+            with exported(model, RunDir(request.store).evaluations, request.settings) as folder:
                 harness = Harness(folder, request.settings)
                 for task in harness_tasks:
                     evaluate(task, harness.score)
@@ -381,12 +383,13 @@ def exported(model: ModelRef, store: Path, settings: EvaluationSettings) -> Iter
     tokenizer = checkpoint_tokenizer(directory, settings.tokenizer)
     if not tokenizer.files:
         raise DataError(f"no tokenizer is known for {directory}; give --tokenizer FILE")
-    fault = f"cannot create a folder for the exported model in {store}"
-    with storage_errors(fault, "check its permissions and the file system"):
+    with storage_errors(
+        f"cannot create a folder for the exported model in {store}",
+        "check its permissions and the file system",
+    ):
         store.mkdir(parents=True, exist_ok=True)
-        prefix = f"{EXPORT_PREFIX}{settings.call_id}-"
         temporary = tempfile.TemporaryDirectory(
-            prefix=prefix, dir=store, ignore_cleanup_errors=True
+            prefix=f"{EXPORT_PREFIX}{settings.call_id}-", dir=store, ignore_cleanup_errors=True
         )
     # If the job is killed, the caller removes the folder (`evaluate.run_jobs`).
     with temporary as parent:

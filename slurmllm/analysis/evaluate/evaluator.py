@@ -106,8 +106,7 @@ class Evaluator:
 
     def _fail(self, record: CheckpointEvaluation, error: str) -> None:
         """Record a failure of Slurm; after the first one, the evaluation is due again."""
-        state = "failed" if record.error else "due"
-        save_evaluation(self.run, record, state=state, error=error)
+        save_evaluation(self.run, record, state="failed" if record.error else "due", error=error)
 
     def _complete(self) -> dict[int, tuple[Path, float]]:
         """Return step → path and Unix time of the save, s, of each complete checkpoint."""

@@ -123,10 +123,13 @@ class Harness:
 
                 # "auto" halves the batch on a CUDA out-of-memory error; a CPU would swap instead.
                 size = settings.batch_size or (1 if self._device == "cpu" else "auto")
-                # Neither pickles nor programs of the folder (`auto_map` in config.json).
-                trust = {"use_safetensors": True, "trust_remote_code": False}
                 self._loaded_model = get_model("hf").create_from_arg_obj(
-                    {"pretrained": str(self._folder), **trust},
+                    {
+                        "pretrained": str(self._folder),
+                        # Neither pickles nor programs of the folder (`auto_map` in config.json).
+                        "use_safetensors": True,
+                        "trust_remote_code": False,
+                    },
                     {"batch_size": size, "max_batch_size": None, "device": self._device},
                 )
             results = lm_eval.simple_evaluate(

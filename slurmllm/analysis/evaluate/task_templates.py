@@ -68,8 +68,9 @@ class Sandbox:
 
     def _start(self) -> None:
         # -P: not the modules of the working directory, which may be another user's.
-        command = [sys.executable, "-P", "-m", __name__]
-        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-m", __name__], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
         weakref.finalize(self, end_child, process, os.getpid())
         _send(process, self._options)
         self._process = process

@@ -52,12 +52,17 @@ def write_comparison(
     a, drawn = align(curves[0], curves[1:], comparisons, from_step, to_step)
     runs = [RunFacts(f"A: {a.name}", a.path, a.kind, curve=a)]
     for each in drawn:
-        name = f"{each.label}: {each.curve.name}"
-        path = each.curve.path
-        kind = each.curve.kind
-        metrics_of = each.comparison.metrics.items()
-        onsets = {n: m.onset_step for n, m in metrics_of if m.onset_step is not None}
-        runs.append(RunFacts(name, path, kind, curve=each.curve, diverges_at=onsets))
+        curve = each.curve
+        onsets = {name: metric.onset_step for name, metric in each.comparison.metrics.items()}
+        runs.append(
+            RunFacts(
+                f"{each.label}: {curve.name}",
+                curve.path,
+                curve.kind,
+                curve=curve,
+                diverges_at={name: step for name, step in onsets.items() if step is not None},
+            )
+        )
     of_runs = figures(runs)
     differences = []
     for name in LABELS:
@@ -80,13 +85,16 @@ def write_comparison(
 
 def _verdicts(runs: Runs, comparisons: Sequence[Comparison], metrics: Sequence[Table]) -> Blocks:
     for facts, comparison, table in zip(runs[1:], comparisons, metrics, strict=True):
-        title = f"{facts.name} compared with {runs[0].name}"
-        yield Paragraph(f"{comparison.verdict}: {comparison.reason}", strong=title)
+        yield Paragraph(
+            f"{comparison.verdict}: {comparison.reason}",
+            strong=f"{facts.name} compared with {runs[0].name}",
+        )
         yield table
         yield from causes_tables(comparison)
         if comparison.data:
-            same = "the same in both runs"
-            yield Paragraph("; ".join(comparison.data.differences) or same, strong="data")
+            yield Paragraph(
+                "; ".join(comparison.data.differences) or "the same in both runs", strong="data"
+            )
         if comparison.warnings:
             yield comparison.warnings
 
@@ -99,8 +107,11 @@ def _difference(runs: Runs, drawn: Sequence[Drawn], metric: str, bit_identical: 
         points, values = each.differences(metric)
         if not np.isnan(values).all():
             rows = thin_rows(values, _MAX_ROWS)
-            axes = DrawnRun(runs, 0).select_steps(points.steps[rows])
-            figure.add(DrawnRun(runs, number).line(len(rows)), axes, values[rows])
+            figure.add(
+                DrawnRun(runs, number).line(len(rows)),
+                DrawnRun(runs, 0).select_steps(points.steps[rows]),
+                values[rows],
+            )
     title = LABELS[metric].split(" (")[0].capitalize()
     if not figure.traces:
         reason = "every difference is 0" if bit_identical else "none is a finite number above 0"

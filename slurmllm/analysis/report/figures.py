@@ -342,13 +342,17 @@ def _stacks(drawn: Sequence[DrawnRun]) -> Iterator[PlotData]:
             if seconds.any():
                 shares.append(f"{name} {100 * float(seconds.sum()) / total:.1f} %")
                 look = _LOOK["layer"] | {"name": name, "fillcolor": color}
-                axes = run.means(_MAX_PIECES, slice(None))
-                figure.add(look, axes, piece_means(seconds, _MAX_PIECES))
+                figure.add(
+                    look, run.means(_MAX_PIECES, slice(None)), piece_means(seconds, _MAX_PIECES)
+                )
         if figure.traces:
-            title = f"Step time by parts: {run.facts.name}"
-            note = ", ".join(shares)
-            name = f"parts-{run.number}"
-            yield PlotData(name, title, "curves", figure.finish(), f"Of all steps: {note}.")
+            yield PlotData(
+                f"parts-{run.number}",
+                f"Step time by parts: {run.facts.name}",
+                "curves",
+                figure.finish(),
+                f"Of all steps: {', '.join(shares)}.",
+            )
 
 
 def _memory(drawn: Sequence[DrawnRun]) -> Iterator[PlotData]:
@@ -361,8 +365,11 @@ def _memory(drawn: Sequence[DrawnRun]) -> Iterator[PlotData]:
             continue
         peaks = np.array([event.values["peak_bytes"] / 1e9 for event in measured])
         limits |= {e.values["limit_bytes"] / 1e9 for e in measured if "limit_bytes" in e.values}
-        axes = run.select_steps([event.step for event in measured])
-        figure.add(run.line(len(peaks)) | {"mode": "lines+markers"}, axes, peaks)
+        figure.add(
+            run.line(len(peaks)) | {"mode": "lines+markers"},
+            run.select_steps([event.step for event in measured]),
+            peaks,
+        )
     if figure.traces:
         limits_text = " or ".join(f"{limit:.2f}" for limit in sorted(limits))
         note = "The worker with the highest peak."
@@ -394,8 +401,9 @@ def _scaling(runs: Runs) -> Iterator[PlotData]:
             }
         )
     if data:
-        figure = _fixed_figure("scaling", data)
-        yield PlotData("scaling", "Throughput by nodes", "throughput", figure)
+        yield PlotData(
+            "scaling", "Throughput by nodes", "throughput", _fixed_figure("scaling", data)
+        )
 
 
 def _utilization(runs: Runs) -> Iterator[PlotData]:
@@ -414,10 +422,13 @@ def _utilization(runs: Runs) -> Iterator[PlotData]:
         for time_part in TIME_PARTS
         if any(used.parts[time_part] for _, used in runs_used)
     ]
-    figure = _fixed_figure("utilization", data)
-    title = "Where the node hours went"
-    height = 210 + 34 * len(runs_used)
-    yield PlotData("utilization", title, "utilization", figure, height=height)
+    yield PlotData(
+        "utilization",
+        "Where the node hours went",
+        "utilization",
+        _fixed_figure("utilization", data),
+        height=210 + 34 * len(runs_used),
+    )
 
 
 def _evaluation(runs: Runs) -> Iterator[PlotData]:
@@ -444,6 +455,10 @@ def _evaluation(runs: Runs) -> Iterator[PlotData]:
                         }
                     )
         if data:
-            figure = _fixed_figure("scores", data)
-            title = f"Scores: {suite}"
-            yield PlotData(f"scores-{number}", title, "evaluation", figure, height=440)
+            yield PlotData(
+                f"scores-{number}",
+                f"Scores: {suite}",
+                "evaluation",
+                _fixed_figure("scores", data),
+                height=440,
+            )

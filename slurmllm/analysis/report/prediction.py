@@ -41,8 +41,9 @@ def expected_overheads(candidate: LayoutEstimate) -> dict[str, float | None]:
     config = candidate.config
     nodes = candidate.mesh.nodes
     size = parameters(config.recipe.model)
-    asynchronous = config.recipe.checkpoint.asynchronous
-    durations, save = assumed(size, nodes, config.cluster.device, asynchronous)
+    durations, save = assumed(
+        size, nodes, config.cluster.device, config.recipe.checkpoint.asynchronous
+    )
     try:
         effective = lost_time(config, nodes, candidate.step.total).effective
     except ConfigError:  # no progress by the assumptions, but the run made some
@@ -136,8 +137,10 @@ def _config(run: RunDir, cluster: str | None) -> RunConfig:
     run_config.recipe.require_training("report --prediction", "leave out --prediction")
     title = f"run {run.name} cannot be compared with a prediction"
     if run_config.backend not in _OPTIMIZER:
-        fault = f"backend: {run_config.backend} computes nothing; use a run with another backend"
-        raise ConfigError(title, [fault])
+        raise ConfigError(
+            title,
+            [f"backend: {run_config.backend} computes nothing; use a run with another backend"],
+        )
     config = run_config if cluster is None else change(run_config, cluster, ())
     faults = [
         f"cluster.{name}: {value} in --cluster {cluster}, {run_value} in the run; a profile of "

@@ -127,8 +127,10 @@ def _evaluation(runs: Runs, drawn: Sequence[PlotData]) -> Blocks:
 def _spikes(runs: Runs) -> Blocks:
     for facts in runs:
         for metric in facts.spikes.by_metric if facts.spikes else ():
-            title = f"{facts.name}, {NAMES[metric.metric]}"
-            yield Paragraph(f"{metric.state}: {metric.verdict}", strong=title)
+            yield Paragraph(
+                f"{metric.state}: {metric.verdict}",
+                strong=f"{facts.name}, {NAMES[metric.metric]}",
+            )
             share = f"; {metric.one_step_share:.1%} of them last one step" if metric.count else ""
             published = f" ({metric.reference})" if share and metric.reference else ""
             yield Paragraph(f"a spike: {metric.definition}{share}{published}")
@@ -256,8 +258,9 @@ def to_html(title: str, sections: Sequence[ReportSection], made_at: str) -> str:
         )
         return Markup(html)  # noqa: S704 (plotly escapes what would end its script)
 
-    loader = FileSystemLoader(_HERE)
-    environment = Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    environment = Environment(
+        loader=FileSystemLoader(_HERE), autoescape=True, trim_blocks=True, lstrip_blocks=True
+    )
     css = (_HERE / "report.css").read_text(encoding="utf-8")
     return environment.get_template("report.html.j2").render(
         title=title,

@@ -94,8 +94,9 @@ def analyze(
     warnings = tuple(
         warning for warning in of_grad_norm[0].warnings if warning not in first.warnings
     )
-    second = of_grad_norm[0].model_copy(update={"warnings": warnings})
-    return first.model_copy(update={"grad_norm_spikes": second})
+    return first.model_copy(
+        update={"grad_norm_spikes": of_grad_norm[0].model_copy(update={"warnings": warnings})}
+    )
 
 
 def _find_spikes(curve: Curve, definition: SpikeDefinition) -> SpikeAnalysis:
@@ -145,15 +146,15 @@ def _analysis(
         last_step=steps[-1],
         interval=intervals[frequencies.argmax()] if len(intervals) else 1,
         noise=noise_of(values),
-        spikes=tuple(sorted(highest, key=lambda spike: spike.step)),
+        spikes=sorted(highest, key=lambda spike: spike.step),
         not_finite_steps=np.count_nonzero(bad),
-        not_finite=tuple(
+        not_finite=[
             NotFinite(step=steps[i], last_step=steps[j], duration=j - i + 1) for i, j in stretches
-        ),
+        ],
         growth=growth_of(metric, steps, values, window, definition.threshold) if judged else None,
         grad_norm=grad_norm_of(steps, _finite_column(curve, "grad_norm", rows), ratios, window),
         param_norm=param_norm_of(steps, _finite_column(curve, "param_norm", rows)),
-        restarts=tuple(curve.restarts.tolist()),
+        restarts=curve.restarts.tolist(),
     )
 
 

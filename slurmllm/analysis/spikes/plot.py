@@ -89,13 +89,19 @@ def _draw_metric(axes: Axes, curve: Curve, analysis: SpikeAnalysis, *, legend: b
     axes.plot(*_thinned(steps, values), color=color, linewidth=0.9, marker=marker)
     for number, step in enumerate(analysis.restarts):
         label = None if number else "restart"
-        style = (0, (2, 2))
-        axes.axvline(step - 0.5, color="#777777", linewidth=1, ls=style, zorder=1, label=label)
+        axes.axvline(
+            step - 0.5, color="#777777", linewidth=1, ls=(0, (2, 2)), zorder=1, label=label
+        )
     if analysis.spikes:
         label = f"more than {analysis.threshold:g} above the mean of {analysis.window} steps"
-        peak_steps = [spike.peak_step for spike in analysis.spikes]
         axes.plot(
-            peak_steps, peaks, linestyle="", marker="v", markersize=5, color=_SPIKE, label=label
+            [spike.peak_step for spike in analysis.spikes],
+            peaks,
+            linestyle="",
+            marker="v",
+            markersize=5,
+            color=_SPIKE,
+            label=label,
         )
     for number, bad in enumerate(analysis.not_finite):
         label = None if number else "not a finite number"

@@ -90,7 +90,7 @@ def find_recoveries(history: RunHistory) -> Iterator[FailureRecovery]:
             yield FailureRecovery(
                 attempt=ended.attempt,
                 ending=ended.ending,
-                further=tuple(a.ending for a in train[index + 1 : following] if a.ending),
+                further=[a.ending for a in train[index + 1 : following] if a.ending],
                 nodes=time.nodes,
                 last_step=int(steps.numbers[-1]) if steps is not None else ended.last_step,
                 steps_lost=time.steps_lost,

@@ -62,8 +62,9 @@ def export(run: RunDir, config: RunConfig, stop: threading.Event) -> None:
     page = Page(run, config)
     registry = CollectorRegistry(auto_describe=False)
     registry.register(page)
-    name = f"slurmllm-{login_name()}-{run.name}.prom"
-    file = None if metrics.textfile is None else Path(metrics.textfile, name)
+    file = None
+    if metrics.textfile is not None:
+        file = Path(metrics.textfile, f"slurmllm-{login_name()}-{run.name}.prom")
     while True:
         with diagnostic("metrics"):
             page.update(supervised_state(run))

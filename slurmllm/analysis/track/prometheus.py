@@ -67,8 +67,11 @@ class Page(Collector):
     def update(self, state: RunState) -> None:
         self._families = ()  # if this fails, no metrics are better than old ones
         run = self._run
-        cluster = self._config.cluster
-        labels = {"run": run.name, "cluster": cluster.name, "user": login_name()}
+        labels = {
+            "run": run.name,
+            "cluster": self._config.cluster.name,
+            "user": login_name(),
+        }
         families: dict[str, Metric] = {
             name: (Counter if name.endswith("_total") else Gauge)(f"slurmllm_{name}", meaning)
             for name, meaning in _HELP.items()
@@ -84,8 +87,13 @@ def _samples(run: RunDir, config: RunConfig, state: RunState) -> Iterator[Sample
     job = attempts[-1].job_id if attempts else None
     for name in STATES:
         yield "run_state", name == state.state, {"state": name}
-    labels = {"recipe": state.recipe, "run_dir": state.run_dir, "version": __version__}
-    yield "run_info", 1, labels | {"job_id": job or ""}
+    labels = {
+        "recipe": state.recipe,
+        "run_dir": state.run_dir,
+        "version": __version__,
+        "job_id": job or "",
+    }
+    yield "run_info", 1, labels
     if state.state == "damaged":
         return
     saved = state.last_checkpoint

@@ -192,10 +192,18 @@ def step_beside(job_id: str, nodes: Names) -> list[str]:
 
     The step shares CPUs (--overlap) and memory (--mem=0) of the job's other steps.
     """
-    allocation = [f"--jobid={job_id}", f"--nodelist={','.join(nodes)}"]
-    count = [f"--nodes={len(nodes)}", f"--ntasks={len(nodes)}"]
-    shared = ["--overlap", "--mem=0", "--cpu-bind=none", "--input=none", "--quiet"]
-    return ["srun", *allocation, *count, *shared]
+    return [
+        "srun",
+        f"--jobid={job_id}",
+        f"--nodelist={','.join(nodes)}",
+        f"--nodes={len(nodes)}",
+        f"--ntasks={len(nodes)}",
+        "--overlap",
+        "--mem=0",
+        "--cpu-bind=none",
+        "--input=none",
+        "--quiet",
+    ]
 
 
 ELSEWHERE = "run slurmllm on a node of the Slurm cluster"
@@ -324,10 +332,15 @@ class SlurmClient:
         """Return those of the jobs that slurmctld still has in memory, by id."""
         if not job_ids:
             return {}
-        form = "--format=%i|%T|%r|%N|%x|%n|%k"
-        jobs = f"--jobs={','.join(job_ids)}"
         try:
-            rows = _rows(7, "squeue", "--noheader", "--states=all", form, jobs)
+            rows = _rows(
+                7,
+                "squeue",
+                "--noheader",
+                "--states=all",
+                "--format=%i|%T|%r|%N|%x|%n|%k",
+                f"--jobs={','.join(job_ids)}",
+            )
         except SlurmError as error:
             if "Invalid job id" in str(error):  # a single id that slurmctld has purged already
                 return {}
@@ -336,25 +349,44 @@ class SlurmClient:
 
     def jobs_with_output(self, names: Names, paths: Sequence[Path]) -> list[str]:
         """Return this user's jobs of some names that write their output into one of some files."""
-        form = "--Format=JobID:30,STDOUT:4096"
-        output = _run("squeue", "--noheader", "--me", f"--name={','.join(names)}", form)
+        output = _run(
+            "squeue",
+            "--noheader",
+            "--me",
+            f"--name={','.join(names)}",
+            "--Format=JobID:30,STDOUT:4096",
+        )
         rows = (line.split(None, 1) for line in output.splitlines())
         return [row[0] for row in rows if len(row) == 2 and Path(row[1].strip()) in paths]
 
     def successors(self, job_id: str, name: str) -> list[str]:
         """Return the pending jobs of a name that wait for the end of a job."""
         waits = re.compile(rf"\bafterany:{job_id}\b")
-        command = ("squeue", "--noheader", "--me", "--states=PENDING", "--format=%i|%E")
-        rows = _rows(2, *command, f"--name={name}")
+        rows = _rows(
+            2,
+            "squeue",
+            "--noheader",
+            "--me",
+            "--states=PENDING",
+            "--format=%i|%E",
+            f"--name={name}",
+        )
         return [pending for pending, dependency in rows if waits.search(dependency)]
 
     def accounting(self, *job_ids: str) -> list[AccountingRow]:
         """Return every incarnation and step of jobs, oldest first; empty without accounting."""
         if not job_ids:
             return []
-        form = "--format=JobID,State,ExitCode,NodeList,Start,End,Submit,Eligible"
-        command = ("sacct", "--noheader", "--parsable2", "--duplicates", form)
-        rows = _rows(8, *command, f"--jobs={','.join(job_ids)}", accounting=True)
+        rows = _rows(
+            8,
+            "sacct",
+            "--noheader",
+            "--parsable2",
+            "--duplicates",
+            "--format=JobID,State,ExitCode,NodeList,Start,End,Submit,Eligible",
+            f"--jobs={','.join(job_ids)}",
+            accounting=True,
+        )
         # "CANCELLED by 1000" → "CANCELLED"
         return [AccountingRow(r[0], r[1].split(" ")[0], *r[2:]) for r in rows]
 
@@ -474,8 +506,15 @@ class SlurmClient:
 
     def associations(self) -> list[Association]:
         """Return the accounts that this user may charge; empty without accounting."""
-        form = "format=defaultaccount,account,partition,qos,defaultqos"
-        rows = _rows(5, *_SACCTMGR, "user", login_name(), "withassoc", form, accounting=True)
+        rows = _rows(
+            5,
+            *_SACCTMGR,
+            "user",
+            login_name(),
+            "withassoc",
+            "format=defaultaccount,account,partition,qos,defaultqos",
+            accounting=True,
+        )
         return [
             Association(account, account == default, partition, tuple(qos.split(",")), default_qos)
             for default, account, partition, qos, default_qos in rows

@@ -400,9 +400,9 @@ def _join(
         format=format,
         empty=empty,
         bad=bad,
-        bad_examples=tuple(examples[:ERROR_EXAMPLES]),
-        inputs=tuple(
+        bad_examples=examples[:ERROR_EXAMPLES],
+        inputs=[
             CorpusInput(path=file.name, bytes=file.size_bytes, documents=count, xxh3=entry.xxh3)
             for file, count, entry in zip(inputs, by_input, read_inputs, strict=True)
-        ),
+        ],
     )

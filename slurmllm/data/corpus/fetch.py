@@ -127,8 +127,7 @@ class Fetch:
                     if self.source.corpus and self.source.build and self._manifest.exists():
                         # Built from the files of an earlier fetch, with other --parts.
                         (self.folder / self.source.corpus).unlink(missing_ok=True)
-                    manifest = _Manifest(name=self.name, parts=self.parts, files=tuple(files))
-                    manifest.save(self._manifest)
+                    _Manifest(name=self.name, parts=self.parts, files=files).save(self._manifest)
                 self._make_inputs([file.name for file in files])
         except OSError as error:
             raise _storage_error(self.folder, error) from error
@@ -272,7 +271,7 @@ class Fetch:
             part_file.replace(path)
             fsync_dir(path.parent)
         self._num_bytes += begin
-        return FetchedFile(name=name, size_bytes=begin, origins=tuple(origins))
+        return FetchedFile(name=name, size_bytes=begin, origins=origins)
 
     def _append(
         self,

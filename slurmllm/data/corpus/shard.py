@@ -261,8 +261,8 @@ class _ShardReader:
             documents=sum(file.documents for file in self._inputs),
             empty=self._empty,
             bad=self._errors.count,
-            bad_examples=tuple(self._errors.examples),
-            inputs=tuple(self._inputs),
+            bad_examples=self._errors.examples,
+            inputs=self._inputs,
             xxh3=xxh3,
         )
 
