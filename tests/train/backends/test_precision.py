@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
 
+from slurmllm.core.config.recipe import OptimConfig, TrainConfig
 from slurmllm.train.backends.native.precision import StochasticAdamW, round_to_bf16, scramble
 from slurmllm.train.backends.native.runtime import NativeBackend
 from slurmllm.train.model.init import local_part
@@ -43,16 +44,14 @@ def train(backend: NativeBackend, steps: int, first: int = 0) -> list[float]:
 
 
 def optimizer(*weights: Tensor, seed: int = 0, compiled: bool = False, **options: float):
-    groups = [{"params": list(weights), "weight_decay": options.get("weight_decay", 0.0)}]
-    return StochasticAdamW(
-        groups,
-        {w: f"weight {i}" for i, w in enumerate(weights)},
+    optim = OptimConfig(
         lr=options.get("lr", 1e-3),
         betas=(0.9, options.get("beta2", 0.95)),
-        eps=1e-8,
-        seed=seed,
-        compiled=compiled,
+        weight_decay=options.get("weight_decay", 0.0),
+        decay_norms_and_biases=True,
     )
+    train = TrainConfig(steps=1, global_batch=1, micro_batch=1, seed=seed, compile=compiled)
+    return StochasticAdamW([(f"weight {i}", w) for i, w in enumerate(weights)], optim, train)
 
 
 def spacing(x: Tensor) -> Tensor:

@@ -92,28 +92,26 @@ def make_adamw(
     named_parameters: NamedParameters, optim: OptimConfig, train: TrainConfig
 ) -> torch.optim.Optimizer:
     # An optimizer of another package that updates some parameters by AdamW calls it too.
-    names, param_groups = adamw_groups(named_parameters, optim)
-    options: Options = {"lr": optim.lr, "betas": optim.betas, "eps": optim.eps}
     if train.precision == "bf16_sr":
-        return StochasticAdamW(
-            param_groups, names, **options, seed=train.seed, compiled=train.compile
-        )
-    return torch.optim.AdamW(param_groups, **options, fused=True)
+        return StochasticAdamW(named_parameters, optim, train)
+    return torch.optim.AdamW(adamw_groups(named_parameters, optim), fused=True)
 
 
-def adamw_groups(
-    named_parameters: NamedParameters, optim: OptimConfig
-) -> tuple[dict[Tensor, str], list[Options]]:
+def adamw_groups(named_parameters: NamedParameters, optim: OptimConfig) -> list[Options]:
     # Matrices and embeddings have two dimensions; norms and biases have one. The fused kernel needs
     # all tensors of a group on one mesh.
     groups: dict[tuple[bool, Any], list[Tensor]] = {}
-    names: dict[Tensor, str] = {}
-    for name, parameter in named_parameters:
-        names[parameter] = name
+    for _, parameter in named_parameters:
         decayed = parameter.ndim > 1 or optim.decay_norms_and_biases
         groups.setdefault((decayed, getattr(parameter, "device_mesh", None)), []).append(parameter)
-    return names, [
-        {"params": tensors, "weight_decay": optim.weight_decay if decayed else 0.0}
+    return [
+        {
+            "params": tensors,
+            "lr": optim.lr,
+            "betas": optim.betas,
+            "eps": optim.eps,
+            "weight_decay": optim.weight_decay if decayed else 0.0,
+        }
         for (decayed, _), tensors in groups.items()
     ]
 
@@ -135,22 +133,16 @@ class StochasticAdamW(torch.optim.Optimizer):
     """
 
     def __init__(
-        self,
-        groups: Iterable[Options],
-        names: Mapping[Tensor, str],
-        *,
-        lr: float,
-        betas: tuple[float, float],
-        eps: float,
-        seed: int,
-        compiled: bool,
+        self, named_parameters: NamedParameters, optim: OptimConfig, train: TrainConfig
     ) -> None:
-        super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0})
+        named = list(named_parameters)
+        names = {parameter: name for name, parameter in named}
+        super().__init__(adamw_groups(named, optim), {})
         self._keys = _RandomKeys(
-            [(names[p], p) for group in self.param_groups for p in group["params"]], seed
+            [(names[p], p) for group in self.param_groups for p in group["params"]], train.seed
         )
         self._update: Callable[..., None] = _update_in_slices
-        if compiled:
+        if train.compile:
             kind = next(iter(names)).device.type
             self._update = KINDS[kind].compile(update_, dynamic=True)
 

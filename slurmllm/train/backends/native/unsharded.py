@@ -189,10 +189,7 @@ class MixedAdamW(torch.optim.Optimizer):
         weights: UnshardedWeights,
         device: Device,
     ) -> None:
-        _, groups = adamw_groups(named_parameters, optim)
-        super().__init__(
-            groups, {"lr": optim.lr, "betas": optim.betas, "eps": optim.eps, "weight_decay": 0.0}
-        )
+        super().__init__(adamw_groups(named_parameters, optim), {})
         self._weights, self._update = weights, device.compile(update_mixed_, dynamic=True)
         for parameter in weights.copies:
             self.state[parameter] = initial_state(parameter)
