@@ -7,6 +7,8 @@ use.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -102,25 +104,10 @@ class Positions(VocabularyEmbedding):
         return super().forward(positions)
 
 
-class Rotary:
-    """One table of rotary positions for all layers of a worker with this base and scaling.
-
-    Not a buffer: NxD's tracer cannot partition a tensor that several pipeline stages use.
-    """
-
-    def __init__(self, config: ModelConfig, base: float, scaling: RopeScaling | None) -> None:
-        self._config = config
-        self._base = base
-        self._scaling = scaling
-        self._table: Tensor | None = None
-
-    def on(self, device: torch.device) -> Tensor:
-        """[2, seq, head_dim / 2], fp32."""
-        if self._table is None or self._table.device != device:
-            c = self._config
-            table = rotary_table(c.seq_len, c.head_width, c.rotary_pct, self._base, self._scaling)
-            self._table = table.to(device)
-        return self._table
+def _rotary_table(
+    c: ModelConfig, base: float, scaling: RopeScaling | None, device: torch.device
+) -> Tensor:
+    return rotary_table(c.seq_len, c.head_width, c.rotary_pct, base, scaling).to(device)
 
 
 class CoreAttention(CausalCore):
@@ -170,18 +157,20 @@ class CoreAttention(CausalCore):
 
 
 class ParallelBlock(Block):
-    """A decoder layer in NxD's layers; takes over the modules of the given block."""
+    """A decoder layer in NxD's layers; takes over the modules of the given block.
 
-    def __init__(self, block: Block, layers: Layers, rotary: Rotary, window: int | None) -> None:
-        nn.Module.__init__(self)
+    `rotary` returns the table of rotary positions on a device.
+    """
+
+    def __init__(
+        self,
+        block: Block,
+        layers: Layers,
+        rotary: Callable[[torch.device], Tensor],
+        window: int | None,
+    ) -> None:
+        vars(self).update(vars(block))
         config = layers.config
-        self.parallel_residual = block.parallel_residual
-        self.attention_norm = block.attention_norm
-        self.attention_out_norm = block.attention_out_norm
-        self.mlp_norm = block.mlp_norm
-        self.mlp_out_norm = block.mlp_out_norm
-        self.attention = block.attention
-        self.mlp = block.mlp
         self._rotary = rotary
         plan = sharding_plan(config.family, config.tied_embeddings, config.qk_norm).block
         for name, how in plan.items():
@@ -203,7 +192,7 @@ class ParallelBlock(Block):
         """[batch, seq or a shard of it, hidden] → the same; positions as for the decoder."""
         # Positions in place of the mask, which each layer's core computes from them: an input of
         # the model may go to all stages of a pipeline, a tensor computed by one of them may not.
-        return super().forward(x, self._rotary.on(x.device), positions)
+        return super().forward(x, self._rotary(x.device), positions)
 
 
 class ParallelLoss(nn.Module):
@@ -218,8 +207,6 @@ class ParallelLoss(nn.Module):
         # Coefficient of the z-loss (PaLM, arXiv 2204.02311, section 5), z_loss · log²Z. It adds its
         # gradient, not its value: the result is the cross entropy.
         self.z_loss = 0.0
-        self._entries: Tensor | None = None
-        self._padding: Tensor | None = None
 
     def forward(self, logits: Tensor, labels: Tensor) -> Tensor:
         """Logits [batch, seq, this worker's entries] and labels [batch, seq] → nats, fp32.
@@ -230,15 +217,13 @@ class ParallelLoss(nn.Module):
         logits = logits.to(torch.float32, copy=True)
         if self.softcap is not None:
             logits = self.softcap * torch.tanh(logits / self.softcap)
+        first = get_tensor_model_parallel_rank() * logits.shape[-1]
+        entries, padding = _entries(first, logits.shape[-1], self.vocab_size, logits.device)
         if self.padded > self.vocab_size:  # exclude padding from the softmax
-            if self._padding is None or self._padding.device != logits.device:
-                self._padding = (_own_entries(logits) >= self.vocab_size).to(logits.device)
-            logits = logits.masked_fill(self._padding, torch.finfo(torch.float32).min / 2)
+            logits = logits.masked_fill(padding, torch.finfo(torch.float32).min / 2)
         targets = (labels != IGNORED).to(torch.float32)
         if self.z_loss:
-            if self._entries is None or self._entries.device != logits.device:
-                self._entries = _own_entries(logits).to(logits.device)
-            is_label = labels.unsqueeze(-1) == self._entries
+            is_label = labels.unsqueeze(-1) == entries
             hits = mappings.reduce_from_tensor_model_parallel_region(
                 torch.where(is_label, logits, 0).sum(-1)
             )
@@ -251,13 +236,16 @@ class ParallelLoss(nn.Module):
         return loss if self.weight is None else loss * self.weight.squeeze()
 
 
-def _own_entries(logits: Tensor) -> Tensor:
-    """Return the entries of the vocabulary of this worker's logits.
+@cache
+def _entries(
+    first: int, count: int, vocab_size: int, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Return a worker's entries of the vocabulary, and which of them are padding.
 
     Data, not a branch of the graph, so that all workers have one graph.
     """
-    first = get_tensor_model_parallel_rank() * logits.shape[-1]
-    return torch.arange(first, first + logits.shape[-1])
+    entries = torch.arange(first, first + count)
+    return entries.to(device), (entries >= vocab_size).to(device)
 
 
 class ParallelDecoder(nn.Module):
@@ -268,7 +256,9 @@ class ParallelDecoder(nn.Module):
         self.config = config = decoder.config
         assert decoder.embed is not None
         schemes = dict.fromkeys(map(config.rotary_scheme, config.layer_kinds))
-        rotary = {scheme: Rotary(config, *scheme) for scheme in schemes}
+        # One table of each for all layers. Not a buffer: NxD's tracer cannot partition a tensor
+        # that several pipeline stages use.
+        rotary = {scheme: cache(partial(_rotary_table, config, *scheme)) for scheme in schemes}
         self.embed = layers.vocabulary(decoder.embed, VocabularyEmbedding)
         self.positions: nn.Module | None = None
         if decoder.positions is not None:

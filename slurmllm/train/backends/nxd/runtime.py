@@ -198,8 +198,7 @@ class NxdBackend(Backend):
             self._nxd_config, torch.optim.AdamW, groups, **options
         )
         self._norm = Norm(
-            [self._shards.copy_counts(name, self.mesh.pipeline) for name in self.parameters],
-            [len(parameter) for parameter in self.parameters.values()],
+            [self._shards.copy_weights(name, self.mesh.pipeline) for name in self.parameters],
             self.mesh,
             self.device,
             sharded=self._sharded,
@@ -261,8 +260,7 @@ class NxdBackend(Backend):
         total = torch.zeros([1], dtype=torch.float32).to(self.device)
         with torch.no_grad():
             for micro_batch in micro_batches:
-                inputs = self._inputs([micro_batch]).values()
-                total = total + self.model(*(values.to(self.device) for values in inputs))
+                total = total + self._loss(micro_batch)
                 mark_step()
         return self._global_mean(total.squeeze())
 
@@ -277,15 +275,18 @@ class NxdBackend(Backend):
     def _accumulate(self, micro_batches: Sequence[MicroBatch]) -> Tensor:
         total = torch.zeros((), dtype=torch.float32, device=self.device)
         for micro_batch in micro_batches:
-            inputs = self._inputs([micro_batch]).values()
             with self.part("forward"):
-                outputs = self.model(*(values.to(self.device) for values in inputs))
-                loss = outputs / len(micro_batches)
+                loss = self._loss(micro_batch) / len(micro_batches)
             with self.part("backward"):
                 loss.backward()
             total += loss.detach()
             mark_step()
         return total
+
+    def _loss(self, micro_batch: MicroBatch) -> Tensor:
+        inputs = self._inputs([micro_batch]).values()
+        loss: Tensor = self.model(*(values.to(self.device) for values in inputs))
+        return loss
 
     def _inputs(self, micro_batches: Sequence[MicroBatch]) -> dict[str, Tensor]:
         """Return the model's inputs by name, [batch, seq], on the host as NxD's pipeline needs."""

@@ -7,8 +7,7 @@ have been reduced.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -25,14 +24,6 @@ from slurmllm.train.model.init import initial_values
 Parameters = dict[str, nn.Parameter]  # by name in the whole model
 NAME = "slurmllm_name"  # attribute of a module: NxD partitions the model and renames the parts
 _WRAPPED = "_checkpoint_wrapped_module."
-
-
-class CopyCounts(NamedTuple):
-    """The number of copies of a parameter's rows on the workers of a data-parallel replica."""
-
-    copies: int  # of every row, or of the first `rows`
-    rows: int | None = None  # number of rows with `copies` copies; None for all
-    later: int = 1  # copies of the rows after them
 
 
 class ParameterShards:
@@ -93,16 +84,21 @@ class ParameterShards:
             elif not hasattr(parameter, "tensor_model_parallel"):
                 set_tensor_model_parallel_attributes(parameter, True, dim, 1, self.tensor)
 
-    def copy_counts(self, name: str, stages: int) -> CopyCounts:
-        """Count a parameter's copies on the workers of a replica of `stages` pipeline stages."""
+    def copy_weights(self, name: str, stages: int) -> float | Tensor:
+        """Return 1 / copies of a parameter on the workers of a replica of `stages` stages.
+
+        A scalar, or a tensor with one weight for each of this worker's rows.
+        """
         share = self.share(name)
         if share.dim is None:
-            return CopyCounts(self.tensor)
+            return 1 / self.tensor
         row = self.first_replicated_row(name)
         if row is not None:
-            return CopyCounts(1, row, kv_copies(self.config, self.tensor))
+            weights = torch.full((share.size,), 1 / kv_copies(self.config, self.tensor))
+            weights[:row] = 1
+            return weights
         tied = self.config.tied_embeddings and stages > 1 and name == "embed.weight"
-        return CopyCounts(2 if tied else 1)
+        return 1 / 2 if tied else 1.0
 
     def first_replicated_row(self, name: str) -> int | None:
         """Return the first row of the keys in a fused matrix or bias with replicated keys."""
@@ -115,14 +111,13 @@ class ParameterShards:
 class Norm:
     """The 2-norm over a model's parameters, or over their gradients.
 
-    The graph is the same on all workers; per-worker values are tensors. Args: the copies of each
-    parameter in the optimizer's order, its rows on this worker, and whether ZeRO-1 shards it.
+    The graph is the same on all workers; per-worker values are tensors. Args: `copy_weights` of
+    each parameter in the optimizer's order, and whether ZeRO-1 shards it.
     """
 
     def __init__(
         self,
-        counts: Sequence[CopyCounts],
-        rows: Sequence[int],
+        weights: Iterable[float | Tensor],
         mesh: Mesh,
         device: torch.device,
         *,
@@ -130,19 +125,19 @@ class Norm:
     ) -> None:
         self._mesh = mesh
         self._sharded = sharded
-        self._weights = [self._weight(c, n, device) for c, n in zip(counts, rows, strict=True)]
+        self._weights = [self._local(weight, device) for weight in weights]
 
-    def _weight(self, counts: CopyCounts, rows: int, device: torch.device) -> float | Tensor:
-        """Return 1 / copies: a scalar, or a tensor with one weight per row."""
-        if counts.rows is None:
-            return 1 / counts.copies
-        weights = torch.full((rows,), 1 / counts.later)
-        weights[: counts.rows] = 1 / counts.copies
+    def _local(self, weight: float | Tensor, device: torch.device) -> float | Tensor:
+        """Return the weights of this worker's shard."""
+        if not isinstance(weight, Tensor):
+            return weight
+        shard = weight
         if self._sharded:  # ZeRO-1 pads the rows to a multiple of the workers
+            rows = len(weight)
             each = -(-rows // self._mesh.data)
-            weights = torch.cat([weights, weights.new_zeros(each * self._mesh.data - rows)])
-            weights = torch.split(weights, each)[parallel_state.get_data_parallel_rank()]
-        return weights.to(device)
+            padded = torch.cat([weight, weight.new_zeros(each * self._mesh.data - rows)])
+            shard = torch.split(padded, each)[parallel_state.get_data_parallel_rank()]
+        return shard.to(device)
 
     def compute(self, tensors: Sequence[Tensor | None]) -> Tensor:
         """Return the norm, fp32 [] on the device (collective over all workers).
