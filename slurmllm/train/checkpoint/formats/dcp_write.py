@@ -31,6 +31,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
+from torch.utils.serialization import config
 
 from slurmllm.core.errors import CodeError
 from slurmllm.train.checkpoint.formats.safetensors_files import own_storage
@@ -58,22 +59,17 @@ class Chunk(NamedTuple):
     shape: Numbers  # of the whole tensor
     offsets: Numbers
     sizes: Numbers
-    requires_grad: bool = False
-    pinned: bool = False
 
 
 def make_chunk(path: Keys, tensor: Tensor) -> Chunk:
     """Describe this worker's part of a tensor."""
     region = local_region(tensor)
-    local = local_part(tensor)
     return Chunk(
         path,
-        local.dtype,
+        local_part(tensor).dtype,
         tuple(tensor.shape),
         tuple(bounds.start for bounds in region),
         tuple(sizes_of(region)),
-        local.requires_grad,
-        local.is_pinned(),
     )
 
 
@@ -137,9 +133,7 @@ def build_metadata(parts: Sequence[bytes]) -> Metadata:
             key = ".".join(chunk.path)
             tensor = tensors.get(key)
             if tensor is None:
-                properties = TensorProperties(
-                    chunk.dtype, requires_grad=chunk.requires_grad, pin_memory=chunk.pinned
-                )
+                properties = TensorProperties(chunk.dtype)
                 tensor = TensorStorageMetadata(properties, size(chunk.shape), [])
                 tensors[key], paths[key] = tensor, chunk.path
             index = MetadataIndex(key, chunk.offsets, len(tensor.chunks))
@@ -171,11 +165,10 @@ class ChecksumFiles:
     def create(self, path: Path) -> Iterator[IO[bytes]]:
         """Open a new file; it is durable (fsync) when the block completes."""
         file = _ChecksumFile(path)
-        # CRC32 would take a fifth of the CPU time; the manifest has sha256, torch.load needs none.
-        crc32 = torch.serialization.get_crc32_options()
-        torch.serialization.set_crc32_options(False)
         try:
-            with BufferedWriter(file) as stream:
+            # CRC32 would take a fifth of the CPU time, and torch.load needs none.
+            no_crc32 = config.patch("save.compute_crc32", False)  # type: ignore[attr-defined]
+            with no_crc32, BufferedWriter(file) as stream:
                 yield stream
                 stream.flush()
                 os.fsync(stream.fileno())
@@ -183,8 +176,6 @@ class ChecksumFiles:
             if file.error is not None:
                 raise file.error from error
             raise
-        finally:
-            torch.serialization.set_crc32_options(crc32)
         self.written[path.name] = file.checksum.hexdigest()
 
 
