@@ -63,12 +63,6 @@ class ControlPlane:
         if path is not None:
             self._connection = Connection(_connect(path, rank, world_size, secret))
 
-    @property
-    def traffic(self) -> tuple[int, int]:
-        if self._connection is None:
-            return 0, 0
-        return self._connection.messages, self._connection.num_bytes
-
     def reduce(self, values: Sequence[float], by: Reduction) -> Pending:
         """Begin to reduce the workers' lists of numbers, element by element."""
         number = self._start(Kind[by.upper()], encode_numbers(values))

@@ -74,7 +74,6 @@ class Frame(NamedTuple):
 class Connection:
     """A socket that sends and receives frames, blocking or not."""
 
-    messages = num_bytes = 0  # sent and received, headers included
     _missing = 0  # bytes of a frame that has arrived in part
 
     def __init__(self, peer: socket.socket) -> None:
@@ -87,8 +86,6 @@ class Connection:
 
     def queue(self, frame: bytes) -> None:
         """Send a frame as far as the socket takes it without waiting; OSError if it is closed."""
-        self.messages += 1
-        self.num_bytes += len(frame)
         self.unsent.append(memoryview(frame))
         self.flush()
 
@@ -112,7 +109,6 @@ class Connection:
         if not chunk:
             raise ConnectionResetError("closed")
         self._in += chunk
-        self.num_bytes += len(chunk)
         frames = []
         while len(self._in) >= _HEADER.size:
             kind, number, length = _HEADER.unpack_from(self._in)
@@ -125,7 +121,6 @@ class Connection:
             with memoryview(self._in) as view:
                 payload = bytes(view[_HEADER.size : end])
             del self._in[:end]
-            self.messages += 1
             frames.append(Frame(Kind(kind), number, payload))
         return frames
 

@@ -14,12 +14,39 @@ from typing import Any, TypeVar
 
 from slurmllm.core.errors import SlurmllmError
 from slurmllm.train.control import relay as relays
+from slurmllm.train.control import wire
 from slurmllm.train.control.plane import ControlPlane
 from slurmllm.train.control.relay import Position, Relay
 from slurmllm.train.control.rendezvous import die_with_parent, free_port
 
 T = TypeVar("T")
 SECRET = b"known to this attempt"
+
+
+class CountedConnection(wire.Connection):
+    """A connection that counts its frames and their bytes, sent and received."""
+
+    traffic: list[int]
+
+    def queue(self, frame: bytes) -> None:
+        self.traffic.append(len(frame))
+        super().queue(frame)
+
+    def receive(self) -> list[wire.Frame]:
+        frames = super().receive()
+        self.traffic += [len(frame.encode()) for frame in frames]
+        return frames
+
+
+def count_traffic(plane: ControlPlane) -> list[int]:
+    """Return the bytes of each frame from now on, headers included; a list that grows."""
+    connection = plane._connection
+    if connection is None:
+        return []
+    connection.__class__ = CountedConnection
+    assert isinstance(connection, CountedConnection)
+    connection.traffic = []
+    return connection.traffic
 
 
 class Gang:
