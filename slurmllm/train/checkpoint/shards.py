@@ -6,49 +6,20 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from slurmllm.core.config.resolve import RunConfig
 from slurmllm.train.control.plane import ControlPlane
+from slurmllm.train.model.regions import Region
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-Region = tuple[slice, ...]  # one slice per dimension, with start and stop
 # Name of a parameter and a region of the whole parameter → its values.
 WeightReader = Callable[[str, Region], "Tensor"]
-
-
-def whole_region(shape: Sequence[int]) -> Region:
-    return tuple(slice(0, size) for size in shape)
-
-
-def intersection(a: Region, b: Region) -> Region:
-    """Return what two regions have in common; without that, stops before starts."""
-    return tuple(
-        slice(max(x.start, y.start), min(x.stop, y.stop)) for x, y in zip(a, b, strict=True)
-    )
-
-
-def sizes_of(region: Region) -> list[int]:
-    return [bounds.stop - bounds.start for bounds in region]
-
-
-def shifted(region: Region, origin: Region) -> Region:
-    """Return a region as counted from the start of another one."""
-    return tuple(
-        slice(x.start - o.start, x.stop - o.start) for x, o in zip(region, origin, strict=True)
-    )
-
-
-def placed(region: Region, origin: Region) -> Region:
-    """Return a region that is counted from the start of another one as `origin` is counted."""
-    return tuple(
-        slice(x.start + o.start, x.stop + o.start) for x, o in zip(region, origin, strict=True)
-    )
 
 
 def leaves(tree: Mapping[Any, Any], keys: tuple[Any, ...] = ()) -> Iterator[tuple[Any, Any]]:

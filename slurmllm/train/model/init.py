@@ -18,6 +18,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from slurmllm.core.config.families import FAMILIES
 from slurmllm.core.config.recipe import ModelConfig
+from slurmllm.train.model.regions import Region, intersection, shifted, sizes_of
 
 # Rows and columns: large enough that seeding is cheap compared with drawing, few enough rows that a
 # small shard wastes little. CAUTION: another size gives other weights for every seed.
@@ -36,10 +37,10 @@ def initialize(model: nn.Module, config: ModelConfig, seed: int) -> None:
 
 
 def initial_values(
-    config: ModelConfig, name: str, shape: Sequence[int], region: Sequence[slice], seed: int
+    config: ModelConfig, name: str, shape: Sequence[int], region: Region, seed: int
 ) -> Tensor:
     """Return the initial values of a region of the parameter `name`, of the given whole shape."""
-    size = [bounds.stop - bounds.start for bounds in region]
+    size = sizes_of(region)
     if name.endswith(".bias"):
         return torch.zeros(size)
     if len(size) == 1:  # weight of a norm
@@ -48,7 +49,7 @@ def initial_values(
     return normal(shape, standard_deviation(config, name), seed, name, region)
 
 
-def fill(model: nn.Module, read: Callable[[str, tuple[slice, ...]], Tensor]) -> None:
+def fill(model: nn.Module, read: Callable[[str, Region], Tensor]) -> None:
     """Set all weights, and compute the buffers; `read` returns a region of a parameter by name."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -69,12 +70,10 @@ def standard_deviation(config: ModelConfig, name: str) -> float:
     return config.init_std if config.output_init_std is None else config.output_init_std
 
 
-def normal(
-    shape: Sequence[int], std: float, seed: int, name: str, region: Sequence[slice]
-) -> Tensor:
+def normal(shape: Sequence[int], std: float, seed: int, name: str, region: Region) -> Tensor:
     """Return fp32 values of a rectangle of the parameter `name` [rows, columns]."""
     rows, columns = region
-    values = torch.empty(rows.stop - rows.start, columns.stop - columns.start, dtype=torch.float32)
+    values = torch.empty(sizes_of(region), dtype=torch.float32)
     if values.numel() == 0:
         return values
     down, across = _TILE
@@ -83,13 +82,11 @@ def normal(
             key = hashlib.sha256(f"{seed}/{name}/{top}/{left}".encode()).digest()
             # 63 bits: torch's generators take a signed 64-bit seed.
             generator = torch.Generator().manual_seed(int.from_bytes(key[:8], "little") >> 1)
-            extent = (min(down, shape[0] - top), min(across, shape[1] - left))
-            tile = torch.empty(extent, dtype=torch.float32)
+            whole = slice(top, min(top + down, shape[0])), slice(left, min(left + across, shape[1]))
+            tile = torch.empty(sizes_of(whole), dtype=torch.float32)
             tile.normal_(0.0, 1.0, generator=generator).mul_(std)
-            first = max(top, rows.start), max(left, columns.start)
-            overlap = tile[first[0] - top : rows.stop - top, first[1] - left : columns.stop - left]
-            target = values[first[0] - rows.start :, first[1] - columns.start :]
-            target[: overlap.shape[0], : overlap.shape[1]] = overlap
+            common = intersection(whole, region)
+            values[shifted(common, region)] = tile[shifted(common, whole)]
     return values
 
 
@@ -101,7 +98,7 @@ def local_part(tensor: Tensor) -> Tensor:
     return getattr(local, "_tensor", local)
 
 
-def local_region(tensor: Tensor) -> tuple[slice, ...]:
+def local_region(tensor: Tensor) -> Region:
     size = tuple(tensor.shape)
     offset = (0,) * tensor.ndim
     if isinstance(tensor, DTensor):

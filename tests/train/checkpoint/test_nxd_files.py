@@ -14,10 +14,10 @@ from slurmllm.plan.parameters import parameter_shapes
 from slurmllm.train.checkpoint.formats.exporting import plan_export, run_export
 from slurmllm.train.checkpoint.formats.model_folders import TokenizerFiles
 from slurmllm.train.checkpoint.formats.weights import TrainingFiles, open_training, weight_reader
-from slurmllm.train.checkpoint.shards import Region
 from slurmllm.train.checkpoint.state import TrainState, fingerprint, read_origin
 from slurmllm.train.model.decoder import build_model
 from slurmllm.train.model.init import fill
+from slurmllm.train.model.regions import Region
 from train.checkpoint.nxd_folders import Layout, Whole, random_whole, write_native, write_nxd
 from train.checkpoint.test_weights import config, write
 from train.gang import Gang, make_data, make_run

@@ -29,10 +29,10 @@ from slurmllm.plan.parameters import newton_schulz_product
 from slurmllm.train.backends.native.dcp import share_out
 from slurmllm.train.backends.native.precision import NamedParameters, Options, make_adamw
 from slurmllm.train.checkpoint.formats.huggingface import LAYOUTS
-from slurmllm.train.checkpoint.shards import Region, sizes_of
 from slurmllm.train.checkpoint.state import MOMENTUM
 from slurmllm.train.model.init import local_part, local_region
 from slurmllm.train.model.private_names import MUON_UPDATE
+from slurmllm.train.model.regions import Region, sizes_of
 
 # Layout of our own parameters, by module.
 _LAYOUTS: dict[str, Layout] = {"qkv": "qkv", "gate_up": "gate_up"}

@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from slurmllm.core.config.recipe import ModelConfig
 from slurmllm.plan.mesh import Mesh
 from slurmllm.plan.parameters import Shape, Share, kv_copies, parameter_shapes, sharding, share_of
-from slurmllm.train.checkpoint.shards import Region, WeightReader
+from slurmllm.train.checkpoint.shards import WeightReader
 from slurmllm.train.model.init import initial_values
+from slurmllm.train.model.regions import Region
 
 Parameters = dict[str, nn.Parameter]  # by name in the whole model
 NAME = "slurmllm_name"  # attribute of a module: NxD partitions the model and renames the parts

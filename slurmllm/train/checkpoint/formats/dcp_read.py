@@ -27,14 +27,8 @@ from slurmllm.train.checkpoint.formats.pickles import (
     read_metadata,
 )
 from slurmllm.train.checkpoint.formats.safetensors_files import StoredTensor
-from slurmllm.train.checkpoint.shards import (
-    Region,
-    intersection,
-    shifted,
-    sizes_of,
-    whole_region,
-)
 from slurmllm.train.checkpoint.state import MOMENTS, MOMENTUM
+from slurmllm.train.model.regions import Region, intersection, shifted, sizes_of, whole_region
 
 # Prefixes in the backend's state: weights, and the optimizer's moments and step of each.
 MODEL = "model."

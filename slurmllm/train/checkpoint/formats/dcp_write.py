@@ -35,10 +35,10 @@ from torch.utils.serialization import config
 
 from slurmllm.core.errors import CodeError
 from slurmllm.train.checkpoint.formats.safetensors_files import own_storage
-from slurmllm.train.checkpoint.shards import sizes_of
 from slurmllm.train.control.plane import ControlPlane
 from slurmllm.train.model.init import local_part, local_region
 from slurmllm.train.model.private_names import CHECKPOINT_INDEX
+from slurmllm.train.model.regions import sizes_of
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer as Buffer

@@ -54,8 +54,8 @@ from slurmllm.train.checkpoint.formats.safetensors_files import (
     write_shards,
 )
 from slurmllm.train.checkpoint.formats.weights import VOCABULARY, open_weights
-from slurmllm.train.checkpoint.shards import whole_region
 from slurmllm.train.checkpoint.state import Origin, read_origin
+from slurmllm.train.model.regions import whole_region
 
 if TYPE_CHECKING:
     from slurmllm.core.display.progress import OnProgress

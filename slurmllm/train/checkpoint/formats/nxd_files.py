@@ -28,16 +28,16 @@ from slurmllm.core.run.safe_files import open_regular
 from slurmllm.plan.parameters import Shape, parameter_shapes, share_of
 from slurmllm.train.checkpoint.formats.pickles import check_torch_file
 from slurmllm.train.checkpoint.formats.safetensors_files import StoredTensor
-from slurmllm.train.checkpoint.shards import (
+from slurmllm.train.checkpoint.shards import leaves
+from slurmllm.train.checkpoint.state import MOMENTS
+from slurmllm.train.model.regions import (
     Region,
     intersection,
-    leaves,
     placed,
     shifted,
     sizes_of,
     whole_region,
 )
-from slurmllm.train.checkpoint.state import MOMENTS
 
 LAYOUT = "nxd_layout.json"
 TAG = "nxd"  # NxD's term for the folder of one checkpoint

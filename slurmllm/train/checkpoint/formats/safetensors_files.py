@@ -22,7 +22,7 @@ from torch import Tensor
 from slurmllm.core.errors import StorageError
 from slurmllm.core.run.safe_files import LFS_POINTER, LFS_REASON, open_regular
 from slurmllm.train.checkpoint.folder import fsync_file
-from slurmllm.train.checkpoint.shards import Region
+from slurmllm.train.model.regions import Region
 
 if TYPE_CHECKING:
     from slurmllm.core.display.progress import OnProgress

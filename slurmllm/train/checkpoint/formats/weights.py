@@ -22,8 +22,9 @@ from slurmllm.train.checkpoint.formats.safetensors_files import (
     TensorFiles,
     open_safetensors,
 )
-from slurmllm.train.checkpoint.shards import Region, WeightReader, sizes_of, whole_region
+from slurmllm.train.checkpoint.shards import WeightReader
 from slurmllm.train.checkpoint.state import INDEX, MODEL, TRAIN_STATE, Origin, require_model
+from slurmllm.train.model.regions import Region, sizes_of, whole_region
 
 # Parameters with one row per vocabulary entry, and possibly padding rows after them.
 VOCABULARY = ("embed.weight", "head.weight")

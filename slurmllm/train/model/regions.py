@@ -1,0 +1,36 @@
+"""Regions of tensors, such as a worker's part of a parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+Region = tuple[slice, ...]  # one slice per dimension, with start and stop
+
+
+def whole_region(shape: Sequence[int]) -> Region:
+    return tuple(slice(0, size) for size in shape)
+
+
+def intersection(a: Region, b: Region) -> Region:
+    """Return what two regions have in common; without that, stops before starts."""
+    return tuple(
+        slice(max(x.start, y.start), min(x.stop, y.stop)) for x, y in zip(a, b, strict=True)
+    )
+
+
+def sizes_of(region: Region) -> list[int]:
+    return [bounds.stop - bounds.start for bounds in region]
+
+
+def shifted(region: Region, origin: Region) -> Region:
+    """Return a region as counted from the start of another one."""
+    return tuple(
+        slice(x.start - o.start, x.stop - o.start) for x, o in zip(region, origin, strict=True)
+    )
+
+
+def placed(region: Region, origin: Region) -> Region:
+    """Return a region that is counted from the start of another one as `origin` is counted."""
+    return tuple(
+        slice(x.start + o.start, x.stop + o.start) for x, o in zip(region, origin, strict=True)
+    )
