@@ -219,7 +219,5 @@ def _step(job: Job, planned: Mesh, length: int) -> float:
 def _fullest(job: Job) -> Memory:
     """Return the largest peak and the smallest limit of all workers (collective)."""
     memory = job.backend.memory()
-    control = job.control
-    (peak_bytes,) = control.all_reduce([memory.peak_bytes], "max")
-    (limit_bytes,) = control.all_reduce([memory.limit_bytes], "min")
-    return Memory(peak_bytes, limit_bytes)
+    peak_bytes, below = job.control.all_reduce([memory.peak_bytes, -memory.limit_bytes], "max")
+    return Memory(peak_bytes, -below)

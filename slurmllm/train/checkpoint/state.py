@@ -127,7 +127,7 @@ def fingerprint_differences(saved: Values, current: Values) -> list[str]:
     current = {_OPTIMIZER: ADAMW, **current}
     return [
         f"{path}: the checkpoint has {saved.get(path)!r}, the run {current.get(path)!r}"
-        for path in [*saved, *(path for path in current if path not in saved)]
+        for path in {**saved, **current}
         if saved.get(path) != current.get(path)
     ]
 

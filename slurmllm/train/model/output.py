@@ -179,12 +179,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if grad_rows is None:
                 continue
             # The first chunk writes, the others add: no pass that zeroes the gradient.
-            if start == 0 and kind == gradient.dtype:
-                torch.mm(gradient.T, hidden, out=grad_rows)
+            if kind == gradient.dtype:
+                grad_rows.addmm_(gradient.T, hidden, beta=min(start, 1))
             elif start == 0:
                 grad_rows.copy_(gradient.T @ hidden)
-            elif kind == gradient.dtype:
-                grad_rows.addmm_(gradient.T, hidden)
             else:
                 grad_rows += gradient.T @ hidden
         ctx.save_for_backward(grad_x, grad_rows)

@@ -145,7 +145,8 @@ class Products(TorchDispatchMode):
     ) -> Any:
         if func.name() in ("aten::mm", "aten::addmm", "aten::mm.out", "aten::addmm_"):
             self.number += 1
-            for tensor in (*args, *(kwargs or {}).values()):
+            tensors = [v for v in (*args, *(kwargs or {}).values()) if isinstance(v, Tensor)]
+            for tensor in tensors:
                 steps = [n for n in tensor.stride() if n != 1] if tensor.ndim == 2 else []
                 if any(n * tensor.element_size() % 16 for n in steps):
                     self.odd.add(f"{func.name()} {tuple(tensor.shape)} {tensor.stride()}")

@@ -165,13 +165,11 @@ class NxdFiles:
 
     def _optimizer_sources(self, name: str, key: Key) -> Iterator[_Source]:
         stage = self._places[name][0]
-        layout = self._layout
-        for rank in range(layout.tensor):
-            stored_part = self._part(name, rank)
-            for replica in range(layout.data if layout.zero else 1):
-                shard = stored_part
-                if layout.zero:
-                    shard = shard_of_replica(stored_part, layout.data, replica)
+        shards = self._layout.data if self._layout.zero else 1
+        for rank in range(self._layout.tensor):
+            whole = self._part(name, rank)
+            for replica in range(shards):
+                shard = shard_of_replica(whole, shards, replica)
                 yield optimizer_file(replica, rank, stage), key, shard
 
     def _part(self, name: str, rank: int) -> StoredPart:
