@@ -9,15 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-# What a worker imports, at whatever moment. None of it starts a thread.
-_PRELOAD = """
-torch torch._dynamo torch.distributed.pipelining torch.distributed.checkpoint
-slurmllm.train.backends.native.runtime slurmllm.train.backends.native.dcp
-slurmllm.train.model.decoder slurmllm.train.worker slurmllm.train.loop
-slurmllm.train.hooks.checkpoint slurmllm.train.hooks.evaluation
-slurmllm.train.hooks.monitoring slurmllm.train.hooks.tensorboard slurmllm.data.stream
-slurmllm.train.checkpoint.save tokenizers pyarrow.ipc
-"""
+from mesh_pool import PRELOAD
 
 
 class Forked:
@@ -32,7 +24,7 @@ class Forked:
         log: Path,
     ) -> None:
         context: Any = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(_PRELOAD.split())
+        context.set_forkserver_preload(PRELOAD.split())
         self._process = context.Process(
             target=_execute, args=(entry, argv, dict(env), folders, log)
         )

@@ -117,10 +117,17 @@ class CaseFailed(Exception):
     """A worker raised; its traceback is the message."""
 
 
-# torch imports the next two at the first initialization and the first pipeline: half a second
-# of each process of each case; torchao takes four.
-_PRELOAD = ["torch", "slurmllm.train.backends.native.runtime", "slurmllm.train.model.decoder"]
-_PRELOAD += ["torch._dynamo", "torch.distributed.pipelining", "torchao.float8"]
+# What a worker imports, at whatever moment: the first compilation takes a second of each process of
+# each case. None of it starts a thread.
+PRELOAD = """
+torch torch._dynamo torch._inductor.compile_fx torch.distributed.pipelining
+torch.distributed.checkpoint torchao.float8
+slurmllm.train.backends.native.runtime slurmllm.train.backends.native.dcp
+slurmllm.train.model.decoder slurmllm.train.worker slurmllm.train.loop
+slurmllm.train.hooks.checkpoint slurmllm.train.hooks.evaluation
+slurmllm.train.hooks.monitoring slurmllm.train.hooks.tensorboard slurmllm.data.stream
+slurmllm.train.checkpoint.save tokenizers pyarrow.ipc
+"""
 
 
 class MeshPool:
@@ -186,7 +193,7 @@ class MeshPool:
         # NxD's CPU mode is set by whoever has NxD here (tests/nxd).
         has_nxd = os.environ.get("NXD_CPU_MODE") == "1"
         nxd = ["slurmllm.train.backends.nxd.runtime"] if has_nxd else []
-        context.set_forkserver_preload(_PRELOAD + nxd)
+        context.set_forkserver_preload(PRELOAD.split() + nxd)
         for rank in range(count):
             ours, theirs = context.Pipe()
             process = context.Process(
