@@ -92,7 +92,8 @@ class Case:
     last: int = 20  # the last step it makes; `first` makes none
     lr: float = 1e-3
     load: Path | None = None  # folder of shards to start from
-    save: Path | None = None  # folder that the shards go to after the last step
+    save: Path | None = None  # folder that the shards go to after the last step, or `save_at`
+    save_at: int | None = None
     prepare: Callable[[], None] | None = None
     before: Probe | None = None
     between: Probe | None = None
@@ -281,6 +282,18 @@ def _serve(rank: int, threads: int, pipe: Connection) -> None:
     pipe.poll(None)  # the pool kills all processes once it has their answers
 
 
+def _save(backend: Backend, folder: Path | None, rank: int) -> None:
+    if folder is None:
+        return
+    if rank == 0:
+        folder.mkdir(parents=True, exist_ok=True)
+    backend.control.barrier()
+    saving = backend.save_shards(folder)
+    saving.wait()
+    backend.control.barrier()
+    saving.finish()
+
+
 def _train(case: Case, rank: int, threads: int, variables: dict[str, str]) -> Outcome:
     import torch
 
@@ -312,14 +325,10 @@ def _train(case: Case, rank: int, threads: int, variables: dict[str, str]) -> Ou
             rows.append((loss, *norms))
             if case.between is not None:
                 between.append(case.between(backend))
-        if case.save is not None:
-            if rank == 0:
-                case.save.mkdir(parents=True, exist_ok=True)
-            backend.control.barrier()
-            saving = backend.save_shards(case.save)
-            saving.wait()
-            backend.control.barrier()
-            saving.finish()
+            if step == case.save_at:
+                _save(backend, case.save, rank)
+        if case.save_at is None:
+            _save(backend, case.save, rank)
         return Outcome(rows, before, between, case.after(backend) if case.after else None)
     finally:
         backend.stop()

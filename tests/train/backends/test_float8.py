@@ -178,8 +178,7 @@ def test_what_saves_memory_or_time(new_backend: NewBackend, setting: str) -> Non
 )
 def test_a_resume_is_bit_identical(pool: MeshPool, tmp_path: Path, name: str, workers: int) -> None:
     config = small_run("neox", 1, 1, workers, *recipe(name))
-    whole = pool.run(Case(config, last=4))
-    pool.run(Case(config, last=2, save=tmp_path / "shards"))
+    whole = pool.run(Case(config, last=4, save=tmp_path / "shards", save_at=2))
     later = pool.run(Case(config, first=2, last=4, load=tmp_path / "shards"))
     assert later[0].rows == whole[0].rows[2:]
     # The format is that of other precisions, and any number of workers reads it.

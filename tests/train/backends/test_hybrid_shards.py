@@ -123,8 +123,8 @@ HYBRID, FSDP = (1, 1, 8, SHARDS_OF_4), (1, 1, 8, "parallel.zero=3")
 )
 def test_checkpoints_load_on_any_mesh(pool: MeshPool, tmp_path: Path, chain: Any) -> None:
     """Saved and loaded along the chain with the same bits; at its end the first mesh goes on."""
-    expected = pool.run(mesh("llama", *HYBRID, last=4, between=wholes))[0]
-    pool.run(mesh("llama", *HYBRID, last=2, save=tmp_path / "0"))
+    first = mesh("llama", *HYBRID, last=4, between=wholes, save=tmp_path / "0", save_at=2)
+    expected = pool.run(first)[0]
     for number, degrees in enumerate(chain, 1):
         folders = {"load": tmp_path / str(number - 1), "save": tmp_path / str(number)}
         loaded = pool.run(mesh("llama", *degrees, first=2, last=2, before=wholes, **folders))

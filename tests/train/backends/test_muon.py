@@ -279,23 +279,24 @@ def test_a_plain_loop_over_transformers(new_backend: NewBackend, family: str) ->
 def test_resumes_bit_for_bit_and_on_another_mesh(
     pool: MeshPool, tmp_path: Path, on: tuple[Any, ...]
 ) -> None:
-    expected = pool.run(mesh(*on, last=STEPS))
-    saved = pool.run(mesh(*on, last=STEPS // 2, save=tmp_path / "a", after=state))
-    again = pool.run(mesh(*on, first=STEPS // 2, last=STEPS, load=tmp_path / "a"))
-    assert again[0].rows == expected[0].rows[STEPS // 2 :]
+    half = STEPS // 2
+    expected = pool.run(mesh(*on, last=STEPS, save=tmp_path / "a", save_at=half, between=state))
+    saved = [outcome.between[half - 1] for outcome in expected]
+    again = pool.run(mesh(*on, first=half, last=STEPS, load=tmp_path / "a"))
+    assert again[0].rows == expected[0].rows[half:]
     other = (on[0], 1, 1, 8, "parallel.shard_nodes=2", "train.micro_batch=1")
     folders: Any = {"load": tmp_path / "a", "save": tmp_path / "b"}
-    loaded = pool.run(mesh(*other, first=STEPS // 2, last=STEPS // 2, before=state, **folders))
-    for outcome in saved:
-        for name, values in outcome.after.items():
+    loaded = pool.run(mesh(*other, first=half, last=half, before=state, **folders))
+    for part in saved:
+        for name, values in part.items():
             np.testing.assert_array_equal(loaded[0].before[name], values, name)
-    back = pool.run(mesh(*on, first=STEPS // 2, last=STEPS, load=tmp_path / "b"))
-    assert back[0].rows == expected[0].rows[STEPS // 2 :]
+    back = pool.run(mesh(*on, first=half, last=STEPS, load=tmp_path / "b"))
+    assert back[0].rows == expected[0].rows[half:]
     # By name: one moment of each matrix, AdamW's two of all else.
     names: dict[str, set[str]] = {}
     for kind, name in open_training(tmp_path / "b", small(on[0]).recipe.model).moments:
         names.setdefault(kind, set()).add(name)
-    assert names["momentum_buffer"] == {name.split()[0] for o in saved for name in o.after}
+    assert names["momentum_buffer"] == {name.split()[0] for part in saved for name in part}
     assert names["exp_avg"] == names["exp_avg_sq"] >= {"embed.weight", "final_norm.weight"}
     assert not names["exp_avg"] & names["momentum_buffer"]
 
