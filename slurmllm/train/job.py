@@ -9,7 +9,7 @@ import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from slurmllm.core.config.load import load
 from slurmllm.core.config.resolve import RunConfig
@@ -33,9 +33,6 @@ from slurmllm.train.plugins import import_plugins
 from slurmllm.train.schedules import SaveSchedule
 
 log = logging.getLogger(__name__)
-
-if TYPE_CHECKING:
-    from torch import nn
 
 # Steps of the precompile stage: enough for all graphs of a later step (AWS's NeoX run: 3).
 PRECOMPILE_STEPS = 3
@@ -245,7 +242,7 @@ def precompile_mesh(config: RunConfig, nodes: int, measured: int | None = None) 
         micro = measured or 1
     virtual = recipe.parallel.virtual_pipeline
     batch = data * micro * pipeline
-    if load_environment(config.backend).graphs_depend_on_accumulation(config):
+    if load_environment(config.backend).graphs_depend_on_accumulation:
         batch = recipe.train.global_batch
     mesh = Mesh(nodes, per_node, tensor, pipeline, data, batch, micro, virtual, unmeasured)
     # The optimizer's graph takes the sum of several gradients in another format than one.
@@ -282,17 +279,8 @@ def _build(job: Job) -> None:
     job.backend = backend_class(job.config, job.mesh, job.worker, job.control)
     job.guard = Guard(job.run, job.stage, job.attempt, job.config.recipe, job.backend, job.events)
     job.backend.start()
-
-    def build_model() -> nn.Module:
-        from slurmllm.train.model.decoder import (
-            build_model,  # imports torch; not every backend calls it
-        )
-
-        return build_model(job.config.recipe.model)
-
     job.guard.reused_graphs = wait_for_graphs()  # the backend compiles from here on
-    job.backend.build(build_model)
-    job.backend.build_optimizer()
+    job.backend.build()
 
 
 def change_micro_batch(job: Job, measured: int) -> None:

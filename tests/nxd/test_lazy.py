@@ -30,7 +30,6 @@ names.HOST_WORLD_SIZE = "HOST_WORLD_SIZE"
 import torch_xla.debug.metrics as metrics
 from mesh_pool import counted, micro_batches, small_run
 from slurmllm.train.backends.base import Worker, load_backend
-from slurmllm.train.model.decoder import build_model
 from slurmllm.plan.mesh import make_mesh
 from slurmllm.train.schedules import learning_rate
 
@@ -43,8 +42,7 @@ config = small_run(family, 1, 1, 1, "backend=nxd", *overrides)
 mesh = make_mesh(config, 1)
 backend = load_backend("nxd")(config, mesh, Worker(0, 1, 0, "node"))
 backend.start()
-backend.build(lambda: build_model(config.recipe.model))
-backend.build_optimizer()
+backend.build()
 seen = {"device": backend.device.type, "late": backend.deferred_metrics, "compiled": {}, "read": 0,
         "evaluated": {}}
 

@@ -297,8 +297,6 @@ def _save(backend: Backend, folder: Path | None, rank: int) -> None:
 def _train(case: Case, rank: int, threads: int, variables: dict[str, str]) -> Outcome:
     import torch
 
-    from slurmllm.train.model.decoder import build_model
-
     torch.set_num_threads(threads)
     config, mesh = case.config, case.mesh
     node, local = divmod(rank, mesh.devices_per_node)
@@ -312,8 +310,7 @@ def _train(case: Case, rank: int, threads: int, variables: dict[str, str]) -> Ou
     backend = load_backend(config.backend)(config, mesh, worker, control)
     backend.start()
     try:
-        backend.build(lambda: build_model(config.recipe.model))
-        backend.build_optimizer()
+        backend.build()
         if case.load is not None:
             backend.load_shards(case.load)
         before = case.before(backend) if case.before else None

@@ -37,7 +37,6 @@ from slurmllm.train.backends.base import MicroBatch, Worker
 from slurmllm.train.backends.native.device import KINDS, Accelerator, Device
 from slurmllm.train.backends.native.runtime import NativeBackend
 from slurmllm.train.backends.process_group import init_process_group
-from slurmllm.train.model.decoder import build_model
 
 Measurements = dict[str, Callable[[], Iterable[Item]]]
 # Of a collective, instead of torch's 10 (NCCL) or 30 minutes (Gloo).
@@ -158,8 +157,7 @@ def time_steps(task: Task, layers: int, local_rank: int) -> list[Sample]:
     backend.start()
     until = time.monotonic() + PARTS_S["steps"] / 2 if task.device == "cuda" else math.inf
     try:
-        backend.build(lambda: build_model(config.recipe.model))
-        backend.build_optimizer()
+        backend.build()
         mesh = backend.mesh
         tokens = np.zeros((mesh.micro_batch, config.recipe.model.seq_len), dtype=np.int64)
         batches = [MicroBatch(tokens, tokens)] * mesh.accumulation

@@ -33,8 +33,6 @@ if TYPE_CHECKING:
 
     from slurmllm.train.backends.native.device import Device
 
-ModelFactory = Callable[[], "nn.Module"]
-
 
 @dataclass(frozen=True)
 class MicroBatch:
@@ -79,8 +77,7 @@ class Backend(ABC):
     """One worker's share of the computation.
 
     Every worker makes every call; calls with communication are marked collective. Their order:
-    start, build, build_optimizer, (load_shards), steps of forward_backward and optimizer_step,
-    stop.
+    start, build, (load_shards), steps of forward_backward and optimizer_step, stop.
     """
 
     # Whether the metrics of a step are read while the next step runs: reading them earlier would
@@ -130,12 +127,11 @@ class Backend(ABC):
         """Open process groups and the device mesh (collective)."""
 
     @abstractmethod
-    def build(self, model_factory: ModelFactory) -> None:
-        """Build this worker's shard (collective); weights depend on the seed, not on the mesh."""
+    def build(self) -> None:
+        """Build this worker's shards of the recipe's model and optimizer (collective).
 
-    @abstractmethod
-    def build_optimizer(self) -> None:
-        """Build this worker's share of the optimizer from `config.recipe.optim`."""
+        Weights depend on the seed, not on the mesh.
+        """
 
     @abstractmethod
     def fill_weights(self, read: WeightReader) -> None:

@@ -51,6 +51,9 @@ class BackendEnvironment:
     trainer, which compiles what it likes by itself.
     """
 
+    # Whether the precompile stage must run steps of the run's own global batch.
+    graphs_depend_on_accumulation = False
+
     @staticmethod
     def variables(config: RunConfig, profiles: Path | None = None) -> Variables:
         """Return the workers' environment variables, each with its source.
@@ -82,11 +85,6 @@ class BackendEnvironment:
         `work` is a temporary folder on the node's own disk.
         """
         return [list(workers)]
-
-    @staticmethod
-    def graphs_depend_on_accumulation(config: RunConfig) -> bool:
-        """Return whether the precompile stage must run steps of the run's own global batch."""
-        return False
 
     @staticmethod
     def expects_graphs(config: RunConfig) -> bool:
@@ -162,6 +160,20 @@ class RehearsalEnvironment(BackendEnvironment):
                 "measured; give a number with --set train.micro_batch=1"
             )
         return faults
+
+
+def common_graph_inputs(config: RunConfig, mesh: Mesh) -> dict[str, object]:
+    """Return the settings that the graphs of each backend depend on."""
+    recipe = config.recipe
+    return {
+        "model": recipe.model.model_dump(mode="json"),
+        "precision": recipe.train.precision,
+        "activation_checkpointing": recipe.train.activation_checkpointing,
+        "mask": recipe.data.mask,
+        "micro_batch": mesh.micro_batch,
+        "device": config.cluster.device,
+        **({} if recipe.eval.every_steps is None else {"evaluates": True}),
+    }
 
 
 def load_environment(backend: str) -> BackendEnvironment:

@@ -16,7 +16,6 @@ from slurmllm.plan.mesh import make_mesh
 from slurmllm.train.backends.base import Backend, MicroBatch, Worker, load_backend
 from slurmllm.train.backends.native.device import Accelerator, Device
 from slurmllm.train.backends.native.runtime import NativeBackend
-from slurmllm.train.model.decoder import build_model
 from train.gang import small_config
 
 NewBackend = Callable[..., NativeBackend]
@@ -82,8 +81,7 @@ def new_backend() -> Iterator[NewBackend]:
             assert isinstance(backend, NativeBackend)
             stack.callback(backend.stop)
             backend.start()
-            backend.build(lambda: build_model(config.recipe.model))
-            backend.build_optimizer()
+            backend.build()
             return backend
 
         yield build

@@ -41,8 +41,7 @@ def trained(
         rank = control.rank
         backend = RehearsalBackend(config, mesh, Worker(rank, nodes, 0, f"n{rank}"), control)
         backend._step_s = 0.0
-        backend.build(lambda: pytest.fail("a model was built"))
-        backend.build_optimizer()
+        backend.build()
         if load is not None:
             backend.load_shards(load)
         results = []

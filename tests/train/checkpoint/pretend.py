@@ -12,7 +12,7 @@ from typing import TypeVar
 from slurmllm.core.run.host_memory import Memory
 from slurmllm.core.run.rundir import RunDir
 from slurmllm.plan.mesh import make_mesh
-from slurmllm.train.backends.base import Backend, MicroBatch, ModelFactory, Worker
+from slurmllm.train.backends.base import Backend, MicroBatch, Worker
 from slurmllm.train.checkpoint.resume import Resumable, find_resumable
 from slurmllm.train.checkpoint.save import Save
 from slurmllm.train.checkpoint.shards import ShardWrite, WeightReader
@@ -86,8 +86,7 @@ class PretendBackend(Backend):
         return CompletedWrite([name])
 
     def start(self) -> None: ...
-    def build(self, model_factory: ModelFactory) -> None: ...
-    def build_optimizer(self) -> None: ...
+    def build(self) -> None: ...
     def fill_weights(self, read: WeightReader) -> None: ...
     def forward_backward(self, micro_batches: Sequence[MicroBatch], counted: int) -> float:
         raise NotImplementedError

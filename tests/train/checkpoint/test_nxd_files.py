@@ -170,7 +170,6 @@ def test_damage_is_named(tmp_path: Path) -> None:
 # are filled, shared out by pipeline, tensor and FSDP, are what they were.
 _WORKER = """
 import os, sys
-from functools import partial
 from pathlib import Path
 import torch
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
@@ -208,8 +207,7 @@ config = load(run.config)
 worker, control = Worker(rank, 4, rank, "node"), open_control(rank, 4)
 backend = load_backend("native")(config, make_mesh(config, 1), worker, control)
 backend.start()
-backend.build(partial(build_model, config.recipe.model))
-backend.build_optimizer()
+backend.build()
 backend.load_shards(run.path / "nxd")
 options = StateDictOptions(full_state_dict=True)
 weights, state = get_state_dict(backend.model, backend.optimizer, options=options)

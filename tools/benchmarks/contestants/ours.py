@@ -40,12 +40,10 @@ def config_of(task: Task) -> RunConfig:
 
 def start_backend(config: RunConfig) -> Backend:
     """Return the native backend of one worker, with model and optimizer."""
-    from slurmllm.train.model.decoder import build_model
 
     backend = load_backend("native")(config, make_mesh(config, 1), Worker(0, 1, 0, "node"))
     backend.start()
-    backend.build(lambda: build_model(config.recipe.model))
-    backend.build_optimizer()
+    backend.build()
     return backend
 
 

@@ -20,6 +20,7 @@ from slurmllm.train.backends.environment import (
     Graph,
     Variable,
     Variables,
+    common_graph_inputs,
     output_of,
 )
 
@@ -91,21 +92,15 @@ def graph_inputs(config: RunConfig, mesh: Mesh, threads: int | None) -> dict[str
     # Before the nodes are known, the partition replaces their number of threads.
     on = threads if threads is not None else (recipe.slurm.partition or cluster.partition)
     return {
-        "model": recipe.model.model_dump(mode="json"),
-        "precision": recipe.train.precision,
+        **common_graph_inputs(config, mesh),
         **({"fp8_recipe": recipe.train.fp8_recipe} if recipe.train.is_fp8 else {}),
-        "activation_checkpointing": recipe.train.activation_checkpointing,
         "compile": recipe.train.compile,
         "z_loss": recipe.train.z_loss > 0,
-        "mask": recipe.data.mask,
-        "micro_batch": mesh.micro_batch,
         "tensor": mesh.tensor,
         "pipeline": mesh.pipeline,
         "virtual_pipeline": mesh.virtual_pipeline,
         "sequence": recipe.parallel.sequence,
-        "device": cluster.device,
         "threads": on if cluster.device == "cpu" else None,
-        **({} if recipe.eval.every_steps is None else {"evaluates": True}),
         "variables": {
             name: value
             for name, value in {**cluster.env, **recipe.env}.items()

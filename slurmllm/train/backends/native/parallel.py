@@ -42,9 +42,8 @@ from torch.nn import functional as F
 from slurmllm.core.config.families import Sharding, sharding_plan
 from slurmllm.core.config.recipe import ModelConfig
 from slurmllm.plan.mesh import Mesh
-from slurmllm.train.backends.base import ModelFactory
 from slurmllm.train.backends.native.device import send
-from slurmllm.train.model.decoder import Decoder
+from slurmllm.train.model.decoder import Decoder, build_model
 from slurmllm.train.model.init import local_part
 from slurmllm.train.model.output import Output, VocabularyShare
 
@@ -164,11 +163,10 @@ class ParallelOutput(Output):
         return self.loss(x, local, labels, VocabularyShare(first, rows, self.mesh.get_group()))
 
 
-def make_chunk(model_factory: ModelFactory, chunk: int, mesh: Mesh) -> Decoder:
+def make_chunk(config: ModelConfig, chunk: int, mesh: Mesh) -> Decoder:
     """Make one chunk of the model; its parameters have their names in the whole model."""
-    model = model_factory()
-    assert isinstance(model, Decoder)
-    each = model.config.num_layers // mesh.chunks
+    model = build_model(config)
+    each = config.num_layers // mesh.chunks
     model.keep(
         range(chunk * each, (chunk + 1) * each), first=chunk == 0, last=chunk == mesh.chunks - 1
     )

@@ -32,7 +32,7 @@ from slurmllm.core.config.recipe import ADAMW, MUON
 from slurmllm.core.errors import ConfigError
 from slurmllm.core.run.host_memory import Memory
 from slurmllm.plan.mesh import Mesh, fsdp_disabled, pipelines, suits_block_masks
-from slurmllm.train.backends.base import Backend, MicroBatch, ModelFactory, loss_weight
+from slurmllm.train.backends.base import Backend, MicroBatch, loss_weight
 from slurmllm.train.backends.native import compiling, dcp, float8, precision
 from slurmllm.train.backends.native.dcp import DcpSaver
 from slurmllm.train.backends.native.device import KINDS, Device, DeviceNumber, send
@@ -116,12 +116,12 @@ class NativeBackend(Backend):
             self.tied_group, _ = dist.new_subgroups_by_enumeration(pairs)
         torch.manual_seed(self.config.recipe.train.seed + worker.rank)
 
-    def build(self, model_factory: ModelFactory) -> None:
+    def build(self) -> None:
         recipe = self.config.recipe
         mesh = self.mesh
         chunk_indices = range(mesh.pipeline_rank(self.worker.rank), mesh.chunks, mesh.pipeline)
         with torch.device("meta"):
-            self.chunks = [make_chunk(model_factory, index, mesh) for index in chunk_indices]
+            self.chunks = [make_chunk(recipe.model, index, mesh) for index in chunk_indices]
         unsharded = fsdp_disabled(self.config, mesh)
         shards = None if unsharded else mesh.shard * mesh.tensor
         tensor_mesh = self.device_mesh["tensor"]
@@ -176,6 +176,7 @@ class NativeBackend(Backend):
         for chunk in self.chunks:
             initialize(chunk, recipe.model, recipe.train.seed)
         self.pipeline = self._make_pipeline() if mesh.pipeline > 1 else None
+        self._build_optimizer()
 
     def _marked(self, forward: compiling.Forward) -> compiling.Forward:
         # The hook of FSDP, which waits for other workers' weights, runs before this.
@@ -218,7 +219,7 @@ class NativeBackend(Backend):
             and hasattr(Tensor, "grad_dtype")
         )
 
-    def build_optimizer(self) -> None:
+    def _build_optimizer(self) -> None:
         recipe = self.config.recipe
         parameters = self.model.named_parameters()
         if self.weights is not None and self._has_mixed_adamw():

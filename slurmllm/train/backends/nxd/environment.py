@@ -43,6 +43,7 @@ from slurmllm.train.backends.environment import (
     Graph,
     Variable,
     Variables,
+    common_graph_inputs,
     output_of,
 )
 from slurmllm.train.backends.nxd.arguments import arguments as arguments
@@ -156,11 +157,8 @@ def precompile_nodes(config: RunConfig, nodes: int) -> int:
     return nodes
 
 
-def graphs_depend_on_accumulation(config: RunConfig) -> bool:
-    """Return True: the graphs of a pipeline, and their order, follow from its micro batches."""
-    return True
-
-
+# The graphs of a pipeline, and their order, follow from its micro batches.
+graphs_depend_on_accumulation = True
 _TOOL = "neuron_parallel_compile"
 
 # Variables of the network, the host and the device's runtime; any other may change a graph.
@@ -232,20 +230,14 @@ def graph_inputs(config: RunConfig, mesh: Mesh, threads: int | None) -> dict[str
     flags = {name: variable.value for name, variable in variables(config).items()}
     flags = {**flags, **config.cluster.env, **recipe.env}
     return {
-        "model": recipe.model.model_dump(mode="json"),
-        "precision": recipe.train.precision,
-        "activation_checkpointing": recipe.train.activation_checkpointing,
+        **common_graph_inputs(config, mesh),
         "z_loss": recipe.train.z_loss,
-        "mask": recipe.data.mask,
-        "micro_batch": mesh.micro_batch,
         "accumulation": mesh.accumulation,
         "parallel": recipe.parallel.model_dump(mode="json"),
         "nodes": mesh.nodes,
         "devices_per_node": mesh.devices_per_node,
-        "device": config.cluster.device,
         # The learning rate is an input of the graphs, so its schedule is not part of them.
         "optim": recipe.optim.model_dump(mode="json", exclude=_SCHEDULE),
-        **({} if recipe.eval.every_steps is None else {"evaluates": True}),
         "variables": {
             name: value
             for name, value in sorted(flags.items())

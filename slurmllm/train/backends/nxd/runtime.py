@@ -37,7 +37,7 @@ from slurmllm.core.errors import CodeError, ConfigError, StorageError
 from slurmllm.core.run.host_memory import Memory, host_memory
 from slurmllm.plan.mesh import Mesh
 from slurmllm.plan.parameters import kv_copies, sharding
-from slurmllm.train.backends.base import Backend, MicroBatch, ModelFactory, loss_weight
+from slurmllm.train.backends.base import Backend, MicroBatch, loss_weight
 from slurmllm.train.backends.environment import load_environment
 from slurmllm.train.backends.nxd import model as parallel_model
 from slurmllm.train.backends.nxd import saving
@@ -59,7 +59,6 @@ from slurmllm.train.checkpoint.formats.weights import open_training
 from slurmllm.train.checkpoint.shards import ShardWrite, WeightReader
 from slurmllm.train.checkpoint.state import MOMENTS
 from slurmllm.train.model import decoder
-from slurmllm.train.model.decoder import Decoder
 
 # A collective of the host that waits longer than this has lost a peer. Long, because peers may
 # compile meanwhile.
@@ -134,7 +133,7 @@ class NxdBackend(Backend):
         }
         return options
 
-    def build(self, model_factory: ModelFactory) -> None:
+    def build(self) -> None:
         recipe = self.config.recipe
         mesh = self.mesh
         self._shards = ParameterShards(recipe.model, mesh.tensor)
@@ -146,9 +145,8 @@ class NxdBackend(Backend):
 
         def model_fn() -> nn.Module:
             with torch.device("meta"):
-                decoder = model_factory()
-            assert isinstance(decoder, Decoder)
-            model = parallel_model.ParallelDecoder(decoder, layers)
+                whole = decoder.build_model(recipe.model)
+            model = parallel_model.ParallelDecoder(whole, layers)
             for name, module in model.named_modules():
                 setattr(module, NAME, name)
             return model
@@ -176,8 +174,9 @@ class NxdBackend(Backend):
             loss_function.z_loss = recipe.train.z_loss
         sequence = recipe.parallel.sequence and mesh.tensor > 1
         self._shards.set_attributes(self.parameters, sequence=sequence)
+        self._build_optimizer()
 
-    def build_optimizer(self) -> None:
+    def _build_optimizer(self) -> None:
         optim = self.config.recipe.optim
         decayed = {n: p for n, p in self.parameters.items() if p.ndim > 1}
         vectors = {n: p for n, p in self.parameters.items() if p.ndim <= 1}

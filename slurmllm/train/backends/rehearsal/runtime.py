@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from slurmllm.core.errors import ConfigError, StorageError
 from slurmllm.core.run.host_memory import Memory, host_memory
-from slurmllm.train.backends.base import Backend, MicroBatch, ModelFactory
+from slurmllm.train.backends.base import Backend, MicroBatch
 from slurmllm.train.backends.environment import RehearsalEnvironment
 from slurmllm.train.checkpoint.shards import ShardWrite, WeightReader
 
@@ -44,14 +44,11 @@ class RehearsalBackend(Backend):
             raise ConfigError("the rehearsal backend cannot run this recipe", faults)
         self._step_s = _read_setting(STEP_S, 0.02)
 
-    def build(self, model_factory: ModelFactory) -> None:
+    def build(self) -> None:
         worker = self.worker
         seed = self.config.recipe.train.seed
         length = max(int(_read_setting(BYTES, 2**20)) // 8, worker.world_size)
         self.state = State(length, worker.rank, worker.world_size, seed)
-
-    def build_optimizer(self) -> None:
-        pass
 
     def fill_weights(self, read: WeightReader) -> None:
         raise ConfigError("the rehearsal backend has no weights")  # `start` refuses it first
