@@ -134,15 +134,15 @@ class NativeBackend(Backend):
             if mesh.tensor > 1:
                 apply_tensor_parallel(chunk, tensor_mesh, sequence=recipe.parallel.sequence)
         # Before FSDP, whose hooks then run outside the compiled functions.
+        blocks = [block for chunk in self.chunks for block in chunk.blocks()]
         compiling.wrap_blocks(
-            [block for chunk in self.chunks for block in chunk.blocks()],
+            blocks,
             self.worker_device,
             compiled=recipe.train.compile,
             recompute=recipe.train.recomputed,
         )
-        for chunk in self.chunks:
-            for block in chunk.blocks():
-                block.forward = self._marked(block.forward)  # type: ignore[method-assign]
+        for block in blocks:
+            block.forward = self._marked(block.forward)  # type: ignore[method-assign]
         if self.worker_device.document_attention == "flex" and suits_block_masks(recipe):
             make_mask = self.worker_device.compile(document_blocks)
             for chunk in self.chunks:
@@ -166,10 +166,9 @@ class NativeBackend(Backend):
             chunk.to_empty(device=self.device)
         self.model = combine_chunks(self.chunks)
         if unsharded:
-            dtype = precision.compute_dtype(recipe.train.precision)
             self.weights = UnshardedWeights(
                 self.model,
-                dtype,
+                precision.compute_dtype(recipe.train.precision),
                 self.worker_device.waiting_gradients,
                 lasting=self._has_mixed_adamw(),
             )
