@@ -165,6 +165,8 @@ class StepMemory:
         self.device = config.cluster.device
         self.stage = mesh.pipeline_rank(rank)
         self.layers = mesh.layers(self.model.num_layers, self.stage)
+        # GPipe where there are too few for 1F1B
+        self.in_flight = mesh.in_flight(self.stage, mesh.accumulation < mesh.pipeline)
         self.tokens = mesh.micro_batch * self.model.seq_len
         # Tokens of the stretches that sequence parallelism shares.
         self.own_tokens = self.tokens // (mesh.tensor if config.recipe.parallel.sequence else 1)
@@ -178,9 +180,9 @@ class StepMemory:
         """Return what all blocks of this worker, and the final norm, keep."""
         full = "block" in self.train.recomputed
         blocks = sum(self._stream() if full else self._block(layer) for layer in self.layers)
-        total = self.in_flight() * blocks // self.mesh.virtual_pipeline
+        total = self.in_flight * blocks // self.mesh.virtual_pipeline
         if self.stage == 0 and FAMILIES[self.model.family].embedding_norm:
-            total += self.in_flight() * self._norm()
+            total += self.in_flight * self._norm()
         return total + (self._norm() if self.stage == self.mesh.pipeline - 1 else 0)
 
     def masks(self) -> int:
@@ -198,7 +200,7 @@ class StepMemory:
         if self.masked and model.rotary_pct > 0:
             schemes = {model.rotary_scheme(model.layer_kinds[layer]) for layer in self.layers}
             rotations = len(schemes) * model.head_width * _FP32
-        return self.in_flight() * (tokens * count * mask + self.tokens * rotations)
+        return self.in_flight * (tokens * count * mask + self.tokens * rotations)
 
     def batches(self) -> int:
         """Return the micro batches whose tokens are in memory: in a pipeline all of the step.
@@ -207,17 +209,6 @@ class StepMemory:
         """
         count = self.mesh.accumulation
         return (count if self.mesh.pipeline > 1 else 1) + count * (self.device == "cpu")
-
-    def in_flight(self) -> int:
-        """Return passes of a chunk whose backward pass is still to come, at most."""
-        mesh, count = self.mesh, self.mesh.accumulation
-        if mesh.pipeline == 1:
-            return 1
-        after = mesh.pipeline - 1 - self.stage
-        if mesh.virtual_pipeline > 1:  # Narayanan et al. 2021 (arXiv 2104.04473), figure 4
-            warm_up = 2 * after + (mesh.virtual_pipeline - 1) * mesh.pipeline
-            return min(count * mesh.virtual_pipeline, warm_up + 1)
-        return count if count < mesh.pipeline else after + 1  # GPipe where too few for 1F1B
 
     def output(self) -> int:
         """Return the need at the loss: forward, or backward with each gradient and its copy."""

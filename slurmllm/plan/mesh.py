@@ -95,6 +95,18 @@ class Mesh:
         starts = range(stage * size, count, self.pipeline * size)
         return [layer for start in starts for layer in range(start, start + size)]
 
+    def in_flight(self, stage: int, all_forward_first: bool) -> int:
+        """Return passes of a chunk whose backward pass is still to come, at most.
+
+        Narayanan et al. 2021 (arXiv 2104.04473), figure 4.
+        """
+        passes, warm_up = self.accumulation * self.virtual_pipeline, self.pipeline - 1 - stage
+        if all_forward_first:
+            return passes
+        if self.virtual_pipeline > 1:
+            warm_up = 2 * warm_up + (self.virtual_pipeline - 1) * self.pipeline
+        return min(passes, warm_up + 1)
+
     @property
     def world_size(self) -> int:
         return self.nodes * self.devices_per_node

@@ -21,12 +21,10 @@ profiling buffers, what is received ahead of a stage's step.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from functools import lru_cache
 from typing import NamedTuple
 
 from slurmllm.core.config.cluster import GIB
 from slurmllm.core.config.families import FAMILIES
-from slurmllm.core.config.recipe import ModelConfig
 from slurmllm.core.config.resolve import RunConfig
 from slurmllm.plan.memory import batch_bytes, masked_windows
 from slurmllm.plan.mesh import Mesh
@@ -97,10 +95,12 @@ def _backward(
     model, recomputed = recipe.model, recipe.train.recomputed
     size = formats(config).computed
     apart = mesh.pipeline > 1
-    block = _block_of(config, mesh)
+    block = _block(config, mesh)
     layers = model.num_layers // mesh.chunks
     copies = _COPIES if apart else 1
-    in_flight = _in_flight(mesh, stage)
+    # NxD's TrainInterleavedSchedule
+    all_forward_first = mesh.virtual_pipeline > 1 and mesh.accumulation == mesh.pipeline
+    in_flight = mesh.in_flight(stage, all_forward_first)
     activations = copies * in_flight * layers * block.saved(recomputed)
     documents = recipe.data.mask == "document"
     windows = masked_windows(model, mesh.layers(model.num_layers, stage), documents=True)
@@ -122,25 +122,7 @@ def _backward(
 
 def score_bytes(config: RunConfig, mesh: Mesh) -> int:
     """Return the bytes of attention scores and their gradients, which exist together."""
-    return 2 * _block_of(config, mesh).scores
-
-
-def _block_of(config: RunConfig, mesh: Mesh) -> _BlockMemory:
-    model, sequence = config.recipe.model, config.recipe.parallel.sequence
-    size = formats(config).computed
-    return _block(model, mesh.tensor, mesh.micro_batch, sequence, size, mesh.pipeline > 1)
-
-
-def _in_flight(mesh: Mesh, stage: int) -> int:
-    """Return passes of a chunk whose backward pass is still to come, at most (NxD's schedules)."""
-    if mesh.pipeline == 1:
-        return 1
-    passes, after = mesh.accumulation * mesh.virtual_pipeline, mesh.pipeline - 1 - stage
-    if mesh.virtual_pipeline == 1:
-        return min(passes, after + 1)
-    if mesh.accumulation == mesh.pipeline:  # TrainInterleavedSchedule: all forward passes first
-        return passes
-    return min(passes, 2 * after + (mesh.virtual_pipeline - 1) * mesh.pipeline + 1)
+    return 2 * _block(config, mesh).scores
 
 
 class _BlockMemory(NamedTuple):
@@ -166,20 +148,12 @@ class _BlockMemory(NamedTuple):
         return max(core + self.scores, mlp + self.widest)
 
 
-@lru_cache(maxsize=4096)
-def _block(
-    model: ModelConfig, tensor: int, micro_batch: int, sequence: bool, size: int, apart: bool
-) -> _BlockMemory:
-    """Return the memory of one block.
-
-    Args:
-        tensor: Workers that share its matrices.
-        sequence: Whether they share the sequence too.
-        size: Bytes of a number that is computed with.
-        apart: Whether forward and backward pass are graphs of their own.
-    """
-    tokens, width = micro_batch * model.seq_len, model.hidden_size
-    stream = tokens // (tensor if sequence else 1) * width * size
+def _block(config: RunConfig, mesh: Mesh) -> _BlockMemory:
+    """Return the memory of one block."""
+    model, size, tensor = config.recipe.model, formats(config).computed, mesh.tensor
+    apart = mesh.pipeline > 1  # whether forward and backward pass are graphs of their own
+    tokens, width = mesh.micro_batch * model.seq_len, model.hidden_size
+    stream = tokens // (tensor if config.recipe.parallel.sequence else 1) * width * size
     # A norm's input. RMSNorm is made of parts that keep two copies in fp32, casts that one graph
     # makes anew and does not keep.
     rms = FAMILIES[model.family].norm == "rms"
@@ -202,7 +176,7 @@ def _block(
     turned = model.rotary_pct > 0
     core = queries * turned + (2 * queries if keys < queries else keys * turned)
     softmax = _FP32 + (size if size < _FP32 else 0)
-    scores = micro_batch * model.num_heads // tensor * model.seq_len**2 * softmax
+    scores = mesh.micro_batch * model.num_heads // tensor * model.seq_len**2 * softmax
     up = ffn * (2 if model.gated else 1)
     return _BlockMemory(
         stream=stream,

@@ -275,14 +275,8 @@ def newton_schulz_product(shape: Sequence[int]) -> Product:
 @lru_cache(maxsize=4096)
 def block_products(model: ModelConfig, tokens: int, tensor: int) -> tuple[Product, ...]:
     """Return the products of a block's four matrices on one of `tensor` workers."""
-    hidden = model.hidden_size
-    queries, keys = _head_widths(model, tensor)
-    return (
-        Product(tokens, queries + 2 * keys, hidden),
-        Product(tokens, hidden, queries),
-        Product(tokens, up_width(model) // tensor, hidden),
-        Product(tokens, hidden, model.ffn_hidden_size // tensor),
-    )
+    shapes, _ = worker_shapes(model, tensor)
+    return tuple(Product(tokens, *shape) for shape in shapes if len(shape) == 2)
 
 
 def head_product(model: ModelConfig, tokens: int, tensor: int) -> Product:
