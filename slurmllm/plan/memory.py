@@ -34,11 +34,12 @@ from slurmllm.plan.parameters import (
 )
 from slurmllm.plan.step import formats
 
+PartBytes = dict[str, int]  # by part of a worker's memory
 _FP32, _FP64, _BF16, _INT32, _INT64 = 4, 8, 2, 4, 8
 _MASK_SHARE = 1 / 8  # of the memory, from which the dense mask of a sequence is warned of
 
 
-def worker_memory(config: RunConfig, mesh: Mesh, rank: int = 0) -> dict[str, int]:
+def worker_memory(config: RunConfig, mesh: Mesh, rank: int = 0) -> PartBytes:
     """Return the bytes of each part at the peak of a step; their sum is the peak.
 
     The first worker of a stage has the largest shares of it.
@@ -48,7 +49,7 @@ def worker_memory(config: RunConfig, mesh: Mesh, rank: int = 0) -> dict[str, int
     return {name: size for name, size in {**resting, **fullest}.items() if size}
 
 
-def memory_moments(config: RunConfig, mesh: Mesh, rank: int) -> tuple[dict[str, int], ...]:
+def memory_moments(config: RunConfig, mesh: Mesh, rank: int) -> tuple[PartBytes, ...]:
     """Return bytes by part: between steps, and added within the passes and at the step's end."""
     zero, width = config.recipe.parallel.zero, formats(config)
     position = config.recipe.model, mesh.tensor, mesh.pipeline, mesh.pipeline_rank(rank)

@@ -20,13 +20,13 @@ profiling buffers, what is received ahead of a stage's step.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from typing import NamedTuple
 
 from slurmllm.core.config.cluster import GIB
 from slurmllm.core.config.families import FAMILIES
 from slurmllm.core.config.resolve import RunConfig
-from slurmllm.plan.memory import batch_bytes, masked_windows
+from slurmllm.plan.memory import PartBytes, batch_bytes, masked_windows
 from slurmllm.plan.mesh import Mesh
 from slurmllm.plan.parameters import num_norms, parameter_counts
 from slurmllm.plan.step import formats
@@ -52,7 +52,7 @@ _COPIES = 2
 _ALLREDUCE_BUCKET, _ZERO_BUCKETS = GIB, 2 * 130 * 2**20
 
 
-def neuron_memory(config: RunConfig, mesh: Mesh, rank: int = 0) -> dict[str, int]:
+def neuron_memory(config: RunConfig, mesh: Mesh, rank: int = 0) -> PartBytes:
     """Return the bytes of each part at the peak of a step; their sum is the peak.
 
     All workers of a pipeline stage need the same.
@@ -89,7 +89,7 @@ def neuron_memory(config: RunConfig, mesh: Mesh, rank: int = 0) -> dict[str, int
 
 def _backward(
     config: RunConfig, mesh: Mesh, stage: int, gradients: int, block_gradients: int
-) -> dict[str, int]:
+) -> PartBytes:
     """Return what the backward pass adds: at the loss, or in the first block."""
     recipe = config.recipe
     model, recomputed = recipe.model, recipe.train.recomputed
@@ -131,7 +131,7 @@ class _BlockMemory(NamedTuple):
     stream: int  # its input
     norm: int  # what one norm keeps
     outside: int  # what the backward pass needs whichever parts are recomputed
-    parts: Mapping[str, int]  # what it needs of each part that can be recomputed
+    parts: PartBytes  # what it needs of each part that can be recomputed
     scores: int  # gradients in the core
     widest: int  # gradients in the feed-forward layer, with inputs and outputs gathered
 

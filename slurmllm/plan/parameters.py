@@ -31,8 +31,7 @@ def parameter_shapes(model: ModelConfig) -> Shapes:
 
 
 def parameters(model: ModelConfig) -> int:
-    outside = sum(math.prod(shape) for shape in rest_shapes(model).values())
-    return model.num_layers * block_parameters(model) + outside
+    return parameter_counts(model, 1, 1, 0, 1).total
 
 
 def rest_shapes(model: ModelConfig) -> Shapes:
@@ -60,12 +59,10 @@ def _is_before_blocks(name: str) -> bool:
     return name.partition(".")[0] in _BEFORE_BLOCKS
 
 
-@lru_cache(maxsize=256)
 def block_parameters(model: ModelConfig) -> int:
-    return sum(math.prod(shape) for shape in block_shapes(model).values())
+    return parameter_counts(model, 1, 1, 0, 1).block
 
 
-@lru_cache(maxsize=256)
 def rest_parameters(model: ModelConfig, pipeline: int) -> int:
     """Return numbers outside the blocks, of the pipeline stage that has the most of them."""
     ends = (parameter_counts(model, 1, pipeline, stage, 1) for stage in (0, pipeline - 1))

@@ -26,6 +26,7 @@ from slurmllm.core.config.operation import (
     Section,
     SlurmWord,
 )
+from slurmllm.core.format import Texts
 
 
 def _not_generated(directive: str) -> str:
@@ -289,7 +290,7 @@ class Hardware(Section):
 
     @field_validator("assumed")
     @classmethod
-    def _assumes_its_own(cls, assumed: tuple[str, ...]) -> tuple[str, ...]:
+    def _assumes_its_own(cls, assumed: Texts) -> Texts:
         names = [name for name in cls.model_fields if name not in ("source", "rough", "assumed")]
         if not set(assumed) <= set(names):
             raise ValueError(f"names unknown fields; known here: {', '.join(names)}")

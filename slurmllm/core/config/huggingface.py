@@ -257,6 +257,7 @@ def write_config(
         **{key: resolved[name] for name, key in dialect.rotary_keys.items()},
         "bos_token_id": bos_token_id,
         "eos_token_id": eos_token_id,
+        "pad_token_id": None,
         "torch_dtype": dtype,
         "use_cache": True,
         **attention_settings(model),

@@ -7,7 +7,7 @@ modeling_rope_utils.py).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from slurmllm.core.config.families import FAMILIES, Family
@@ -20,7 +20,7 @@ from slurmllm.core.config.recipe import (
     ModelConfig,
     RopeScaling,
 )
-from slurmllm.core.config.yaml_source import Values
+from slurmllm.core.config.yaml_source import Values, without_nulls
 
 # Keys besides a scaling's fields; `finetuned` is a note of the first YaRN models.
 _SCALING_KEYS = {
@@ -131,7 +131,7 @@ def _flags(
 
 def _ropes(values: Values, family: Family, types: set[str], faults: list[str]) -> dict[str, Rope]:
     """Return the rotary positions of the types of layers, "" for those of all."""
-    values = _without_nulls(values)
+    values = without_nulls(values)
     dialect = family.hugging_face
     bases = dialect.rope_bases
     longest = values.get(*dialect.keys["seq_len"])
@@ -165,20 +165,16 @@ def _ropes(values: Values, family: Family, types: set[str], faults: list[str]) -
     return ropes
 
 
-def _without_nulls(values: Mapping[str, Any]) -> Values:
-    return {name: value for name, value in values.items() if value is not None}
-
-
-def _mapping(values: Mapping[str, Any], key: str, faults: list[str]) -> Mapping[str, Any]:
+def _mapping(values: Values, key: str, faults: list[str]) -> Values:
     value = values.get(key) or {}
-    if isinstance(value, Mapping):
-        return _without_nulls(value)
+    if isinstance(value, dict):
+        return without_nulls(value)
     faults.append(f"{key}: must be a mapping, not {value!r}")
     return {}
 
 
 def _scaling(
-    key: str, rope: Mapping[str, Any], values: Values, longest: Any, faults: list[str]
+    key: str, rope: Values, values: Values, longest: Any, faults: list[str]
 ) -> Values | None:
     """Return the fields of `RopeScaling`, None for unscaled positions.
 

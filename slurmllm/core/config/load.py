@@ -24,6 +24,7 @@ from slurmllm.core.config.validate import Origins, is_set, validate
 from slurmllm.core.config.variables import MASK
 from slurmllm.core.config.yaml_source import LARGEST_YAML, Values, flatten, parse_yaml, read_yaml
 from slurmllm.core.errors import ConfigError
+from slurmllm.core.format import Texts
 from slurmllm.core.run.rundir import RunDir, write_atomic
 from slurmllm.core.run.safe_files import LARGEST_RECORD, open_trusted, read_limited
 
@@ -119,7 +120,7 @@ class LenientConfig:
     config: RunConfig | None = None  # the whole configuration; None if the file does not hold one
     # Dotted path → value, as stored; None if the file is unreadable.
     values: Mapping[str, Any] | None = None
-    warnings: tuple[str, ...] = ()  # faults of the file
+    warnings: Texts = ()  # faults of the file
 
     @property
     def model(self) -> ModelConfig | None:

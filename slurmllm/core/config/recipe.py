@@ -40,8 +40,9 @@ from slurmllm.core.config.operation import (
     SlurmConfig,
     WatchdogConfig,
 )
-from slurmllm.core.config.yaml_source import Values
+from slurmllm.core.config.yaml_source import Values, without_nulls
 from slurmllm.core.errors import ConfigError
+from slurmllm.core.format import Texts
 from slurmllm.core.plugins import OPTIMIZERS, PluginRef, split_prefix
 
 
@@ -83,7 +84,7 @@ class RopeScaling(Section):
         kind_fields = SCALING_FIELDS.get(str(kind))
         if kind_fields is None:
             return values  # the fields have faults of their own
-        set_fields = {name: value for name, value in values.items() if value is not None}
+        set_fields = without_nulls(values)
         for name in set_fields:
             if name in cls.model_fields and name not in {"kind", *kind_fields}:
                 raise ValueError(
@@ -108,7 +109,7 @@ class RopeScaling(Section):
 
     @model_serializer(mode="wrap")
     def _dump_set_fields(self, dump: SerializerFunctionWrapHandler) -> Values:
-        return {name: value for name, value in dump(self).items() if value is not None}
+        return without_nulls(dump(self))
 
 
 # Kind of scaling → its fields with their defaults; `...`: must be set.
@@ -386,7 +387,7 @@ class TrainConfig(Section):
         return setting if isinstance(setting, str) else "+".join(setting)
 
     @property
-    def recomputed(self) -> tuple[str, ...]:
+    def recomputed(self) -> Texts:
         """What the backward pass recomputes: some of `BLOCK_PARTS`, or `block`, a whole one."""
         setting = self.activation_checkpointing
         if isinstance(setting, tuple):

@@ -47,6 +47,10 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> Values:
     return flat
 
 
+def without_nulls(values: Mapping[str, Any]) -> Values:
+    return {name: value for name, value in values.items() if value is not None}
+
+
 class _Loader(yaml.SafeLoader):
     """SafeLoader with YAML 1.2's numbers."""
 

@@ -74,7 +74,7 @@ class LayerKeys:
     full_every: int = 0
     unrotated_every: int = 0
 
-    def fault(self, pattern: Sequence[Mapping[str, Any]]) -> str:
+    def fault(self, pattern: Sequence[Values]) -> str:
         """Return why no config.json has these layers (fields of `LayerAttention`), or nothing."""
         ropes: dict[Any, set[Any]] = {}  # window → rope
         for kind in pattern:

@@ -61,7 +61,6 @@ GEMMA3 = replace(
         },
         # Its attention reads no soft cap, whatever config.json says.
         fixed={"attn_logit_softcapping": None},
-        written={**_THEIRS.written, "pad_token_id": None},
         modules=module_table("model.layers.{}", _MODULES),
         # The text model of Gemma3ForConditionalGeneration, as versions 4 and 5 name it.
         wrapper="gemma3",

@@ -38,7 +38,6 @@ NANOCHAT = replace(
             "activation": ("hidden_act", "relu2"),
             "logits_softcap": ("final_logit_softcapping", 15.0),
         },
-        written={**_THEIRS.written, "pad_token_id": None},
         modules=module_table("model.layers.{}", _MODULES),
     ),
 )

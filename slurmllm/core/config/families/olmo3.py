@@ -38,7 +38,6 @@ OLMO3 = replace(
             **_THEIRS.keys,
             "norm_eps": ("rms_norm_eps", 1e-5),
         },
-        written={**_THEIRS.written, "pad_token_id": None},
         modules=module_table("model.layers.{}", _MODULES),
         # Version 4 has one base; version 5 takes it for full attention only.
         rope_bases={"full_attention": ("rope_theta", 5e5), "sliding_attention": ("", 5e5)},

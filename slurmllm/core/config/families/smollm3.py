@@ -28,7 +28,6 @@ SMOLLM3 = replace(
             "num_kv_heads": ("num_key_value_heads", 4),
             "tied_embeddings": ("tie_word_embeddings", True),
         },
-        written={**_THEIRS.written, "pad_token_id": None},
         rope_bases={"": ("rope_theta", 2e6)},
         layers=LayerKeys(window=None, unrotated_every=4),
     ),
