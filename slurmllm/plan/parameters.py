@@ -7,12 +7,18 @@ the forward pass: each product's two gradients are products of the same size.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
-from slurmllm.core.config.families import BLOCK_NORMS, FAMILIES, Sharding, sharding_plan
+from slurmllm.core.config.families import (
+    BLOCK_NORMS,
+    FAMILIES,
+    Sharding,
+    ShardingPlan,
+    sharding_plan,
+)
 from slurmllm.core.config.recipe import ModelConfig
 
 Shape = tuple[int, ...]
@@ -35,16 +41,11 @@ def parameters(model: ModelConfig) -> int:
 
 
 def rest_shapes(model: ModelConfig) -> Shapes:
-    width, vocabulary = model.hidden_size, model.padded_vocab_size
-    shapes: Shapes = {"embed.weight": (vocabulary, width)}
-    if FAMILIES[model.family].positions == "learned":
-        shapes["positions.weight"] = (model.seq_len, width)
-    if FAMILIES[model.family].embedding_norm:
-        shapes |= _norm("embedding_norm", model)
-    shapes |= _norm("final_norm", model)
-    if not model.tied_embeddings:
-        shapes["head.weight"] = (vocabulary, width)
-    return shapes
+    """Return name → shape of each parameter outside the blocks."""
+    vocabulary = model.padded_vocab_size, model.hidden_size
+    positions = model.seq_len, model.hidden_size
+    tables: Shapes = {"embed": vocabulary, "positions": positions, "head": vocabulary}
+    return _parameters_of(_plan(model).outside, tables, model)
 
 
 def pipeline_stages_of(name: str, model: ModelConfig, pipeline: int) -> set[int]:
@@ -71,31 +72,40 @@ def rest_parameters(model: ModelConfig, pipeline: int) -> int:
 
 def block_shapes(model: ModelConfig) -> Shapes:
     """Return name inside a block → shape of each of its parameters."""
-    width, ffn, heads = model.hidden_size, model.ffn_hidden_size, model.num_heads * model.head_width
-    qkv = heads + 2 * model.kv_heads * model.head_width
+    width, ffn, head = model.hidden_size, model.ffn_hidden_size, model.head_width
+    queries, keys = model.num_heads * head, model.kv_heads * head
+    vector = FAMILIES[model.family].qk_norm_over == "vector"
+    shapes: Shapes = {
+        "attention.qkv": (queries + 2 * keys, width),
+        "attention.q_norm": (queries if vector else head,),
+        "attention.k_norm": (keys if vector else head,),
+        "attention.out": (width, queries),
+        "mlp.up": (ffn, width),
+        "mlp.gate_up": (2 * ffn, width),
+        "mlp.down": (width, ffn),
+    }
+    return _parameters_of(_plan(model).block, shapes, model)
+
+
+def _parameters_of(modules: Iterable[str], shapes: Shapes, model: ModelConfig) -> Shapes:
+    """Return name → shape of the modules' parameters; those without a shape are norms."""
     family = FAMILIES[model.family]
-    norms = {
-        name: _norm(name, model) if name in BLOCK_NORMS[family.norm_places] else {}
-        for name in BLOCK_NORMS["both"]
-    }
-    qk_norms: Shapes = {}
-    if model.qk_norm and family.norm_weight != "none":
-        vector = family.qk_norm_over == "vector"
-        for tensor, count in (("q", model.num_heads), ("k", model.kv_heads)):
-            size = model.head_width * (count if vector else 1)
-            qk_norms[f"attention.{tensor}_norm.weight"] = (size,)
-    up = ("mlp.gate_up", 2 * ffn) if model.gated else ("mlp.up", ffn)
-    return {
-        **norms["attention_norm"],
-        **_linear("attention.qkv", qkv, width, model.attention_bias),
-        **qk_norms,
-        **_linear("attention.out", width, heads, model.attention_bias),
-        **norms["attention_out_norm"],
-        **norms["mlp_norm"],
-        **_linear(*up, width, model.mlp_bias),
-        **_linear("mlp.down", width, ffn, model.mlp_bias),
-        **norms["mlp_out_norm"],
-    }
+    biases = {"attention": model.attention_bias, "mlp": model.mlp_bias}
+    parameters: Shapes = {}
+    for module in modules:
+        shape, bias = (model.hidden_size,), family.norm == "layer"
+        if module in shapes:
+            shape = shapes[module]
+            bias = len(shape) > 1 and biases.get(module.partition(".")[0], False)
+        if len(shape) > 1 or family.norm_weight != "none":
+            parameters[f"{module}.weight"] = shape
+            if bias:
+                parameters[f"{module}.bias"] = shape[:1]
+    return parameters
+
+
+def _plan(model: ModelConfig) -> ShardingPlan:
+    return sharding_plan(model.family, model.tied_embeddings, model.qk_norm)
 
 
 @lru_cache(maxsize=256)
@@ -106,23 +116,6 @@ def muon_shapes(model: ModelConfig) -> tuple[tuple[int, int], ...]:
     attention = (heads, width), (keys, width), (keys, width), (width, heads)
     gate = [(ffn, width)] if model.gated else []
     return (*attention, *gate, (ffn, width), (width, ffn))
-
-
-def _norm(name: str, model: ModelConfig) -> Shapes:
-    family = FAMILIES[model.family]
-    if family.norm_weight == "none":
-        return {}
-    shapes: Shapes = {f"{name}.weight": (model.hidden_size,)}
-    if family.norm == "layer":
-        shapes[f"{name}.bias"] = (model.hidden_size,)
-    return shapes
-
-
-def _linear(name: str, out: int, into: int, bias: bool) -> Shapes:
-    shapes: Shapes = {f"{name}.weight": (out, into)}
-    if bias:
-        shapes[f"{name}.bias"] = (out,)
-    return shapes
 
 
 class Share(NamedTuple):
@@ -154,7 +147,7 @@ def kv_copies(model: ModelConfig, tensor: int) -> int:
 
 def sharding(name: str, model: ModelConfig) -> Sharding:
     """Return how the plan shares the module of a parameter, such as `layers.3.mlp.down.weight`."""
-    plan = sharding_plan(model.family, model.tied_embeddings, model.qk_norm)
+    plan = _plan(model)
     module = name.rpartition(".")[0]
     if module.startswith("layers."):
         return plan.block[module.split(".", 2)[2]]

@@ -125,7 +125,7 @@ BLOCK_NORMS = {
 
 @dataclass(frozen=True)
 class ShardingPlan:
-    """Module name → how tensor parallelism shares its parameters."""
+    """Module name → how tensor parallelism shares its parameters, in the order of the modules."""
 
     block: Mapping[str, Sharding]  # names inside a decoder layer, whatever its number
     outside: Mapping[str, Sharding]  # names outside the layers
@@ -145,11 +145,12 @@ def sharding_plan(family: str, tied_embeddings: bool, qk_norm: bool) -> Sharding
     block = {name: how for name, how in _BLOCK.items() if name not in absent}
     if kind.qk_norm_over == "vector":
         block |= {name: "heads" for name in _QK_NORMS if name in block}
-    outside: dict[str, Sharding] = {"embed": "vocabulary", "final_norm": "sequence"}
-    if kind.embedding_norm:
-        outside["embedding_norm"] = "sequence"
+    outside: dict[str, Sharding] = {"embed": "vocabulary"}
     if kind.positions == "learned":
         outside["positions"] = "vocabulary"
+    if kind.embedding_norm:
+        outside["embedding_norm"] = "sequence"
+    outside["final_norm"] = "sequence"
     if not tied_embeddings:
         outside["head"] = "vocabulary"
     return ShardingPlan(block, outside)
