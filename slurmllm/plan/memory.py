@@ -26,6 +26,7 @@ from slurmllm.plan.mesh import (
     one_pass_adamw,
 )
 from slurmllm.plan.parameters import (
+    head_widths,
     layer_windows,
     muon_shapes,
     num_norms,
@@ -173,14 +174,15 @@ class StepMemory:
         self.own_tokens = self.tokens // (mesh.tensor if config.recipe.parallel.sequence else 1)
         self.hidden = self.model.hidden_size
         self.bytes = formats(config).computed
-        self.gathered = self.tokens * self.hidden * self.bytes  # activations between two blocks
+        self.stream = self.own_tokens * self.hidden * self.bytes  # activations between two blocks
+        self.gathered = self.tokens * self.hidden * self.bytes
         # What RMSNorm keeps: its input, and with a weight what that multiplies.
         self._norm_copies = 1 if FAMILIES[self.model.family].norm_weight == "none" else 2
 
     def activations(self) -> int:
         """Return what all blocks of this worker, and the final norm, keep."""
         full = "block" in self.train.recomputed
-        blocks = sum(self._stream() if full else self._block(layer) for layer in self.layers)
+        blocks = sum(self.stream if full else self._block(layer) for layer in self.layers)
         total = self.in_flight * blocks // self.mesh.virtual_pipeline
         if self.stage == 0 and FAMILIES[self.model.family].embedding_norm:
             total += self.in_flight * self._norm()
@@ -244,34 +246,30 @@ class StepMemory:
         mesh = self.mesh
         chunks = [self.stage + mesh.pipeline * i for i in range(mesh.virtual_pipeline)]
         ways = sum((chunk > 0) + (chunk < mesh.chunks - 1) for chunk in chunks)
-        return ways * mesh.accumulation * self._stream() if mesh.pipeline > 1 else 0
-
-    def _stream(self) -> int:
-        return self.own_tokens * self.hidden * self.bytes
+        return ways * mesh.accumulation * self.stream if mesh.pipeline > 1 else 0
 
     def _norm(self) -> int:
         """Return the input's bytes; uncompiled, RMSNorm keeps copies in fp32."""
         if FAMILIES[self.model.family].norm == "layer" or self.train.compile:
-            return self._stream()
+            return self.stream
         return self._norm_copies * self.own_tokens * self.hidden * _FP32
 
     def _block(self, layer: int) -> int:
         """Return the bytes of activations that a layer keeps for its backward pass."""
         model, recomputed = self.model, self.train.recomputed
         norms = (num_norms(model) - model.parallel_residual) * (
-            self._stream() if "norm" in recomputed else self._norm()
+            self.stream if "norm" in recomputed else self._norm()
         )
         # Both matrices' inputs, which norms before them have made, or the stream: gathered. A
         # recomputed feed-forward layer keeps its own input.
-        norms += self.gathered + (self._stream() if "mlp" in recomputed else self.gathered)
+        norms += self.gathered + (self.stream if "mlp" in recomputed else self.gathered)
         total = norms + self._attention(layer)
         return total + (0 if "mlp" in recomputed else self._feed_forward())
 
     def _attention(self, layer: int) -> int:
         """Return the outputs of qkv, of the norms of queries and keys, and of attention."""
         model, tensor, recomputed = self.model, self.mesh.tensor, self.train.recomputed
-        queries = model.num_heads * model.head_width
-        keys = model.kv_heads * model.head_width
+        queries, keys = head_widths(model, tensor)
         shared = queries + 2 * keys + queries  # of qkv, and what attention gives
         recomputes_core = bool({"core", "block"} & {*recomputed})
         rotates = model.rotary_pct > 0 and model.layer_kinds[layer].rope != "none"
@@ -291,8 +289,8 @@ class StepMemory:
         if model.qk_norm and not self.train.compile and "norm" not in recomputed:
             # As `_norm`; in fp32 the norm's input is a part of what the matrix gave.
             copies = 1 if self.bytes == _FP32 else self._norm_copies
-            size += copies * self.tokens * (queries + keys) // tensor * _FP32
-        return size + self.tokens * shared // tensor * self.bytes
+            size += copies * self.tokens * (queries + keys) * _FP32
+        return size + self.tokens * shared * self.bytes
 
     def _feed_forward(self) -> int:
         """Return the bytes of the inputs of the activation and of the last matrix.

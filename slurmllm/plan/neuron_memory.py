@@ -28,7 +28,7 @@ from slurmllm.core.config.families import FAMILIES
 from slurmllm.core.config.resolve import RunConfig
 from slurmllm.plan.memory import PartBytes, batch_bytes, masked_windows
 from slurmllm.plan.mesh import Mesh
-from slurmllm.plan.parameters import num_norms, parameter_counts
+from slurmllm.plan.parameters import head_widths, num_norms, parameter_counts
 from slurmllm.plan.step import formats
 
 _FP32 = 4
@@ -158,8 +158,7 @@ def _block(config: RunConfig, mesh: Mesh) -> _BlockMemory:
     # makes anew and does not keep.
     rms = FAMILIES[model.family].norm == "rms"
     norm = 2 * stream // size * _FP32 if rms and apart else stream
-    queries = model.num_heads // tensor * model.head_width
-    keys = max(1, model.kv_heads // tensor) * model.head_width
+    queries, keys = head_widths(model, tensor)
     ffn = model.ffn_hidden_size // tensor
     # Inputs of both column-parallel matrices, a share of them under sequence parallelism.
     count = num_norms(model) - model.parallel_residual

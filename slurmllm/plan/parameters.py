@@ -93,7 +93,8 @@ def _parameters_of(modules: Iterable[str], shapes: Shapes, model: ModelConfig) -
     biases = {"attention": model.attention_bias, "mlp": model.mlp_bias}
     parameters: Shapes = {}
     for module in modules:
-        shape, bias = (model.hidden_size,), family.norm == "layer"
+        shape: Shape = (model.hidden_size,)
+        bias = family.norm == "layer"
         if module in shapes:
             shape = shapes[module]
             bias = len(shape) > 1 and biases.get(module.partition(".")[0], False)
@@ -296,7 +297,7 @@ def attention_flops(
 
     `pairs` are those of a sequence, by default of causal attention without a window.
     """
-    queries, _ = _head_widths(model, tensor)
+    queries, _ = head_widths(model, tensor)
     length = model.seq_len
     each = attention_pairs(length, length) if pairs is None else pairs
     return int(2 * 2 * queries * tokens * each / length)
@@ -311,7 +312,7 @@ def block_elements(model: ModelConfig, tokens: int, tensor: int, sequence: bool)
     queries and keys and the activation on the worker's heads and features.
     """
     stream = tokens * model.hidden_size // (tensor if sequence else 1)
-    queries, keys = _head_widths(model, tensor)
+    queries, keys = head_widths(model, tensor)
     turned = 2 * (queries + keys) if model.rotary_pct > 0 else 0
     if model.qk_norm:
         turned += 2 * (queries + keys)
@@ -329,7 +330,7 @@ def up_width(model: ModelConfig) -> int:
     return model.ffn_hidden_size * (2 if model.gated else 1)
 
 
-def _head_widths(model: ModelConfig, tensor: int) -> tuple[int, int]:
+def head_widths(model: ModelConfig, tensor: int) -> tuple[int, int]:
     """Return the width of a worker's queries and keys; a head is copied if there are too few."""
     keys = model.kv_heads * kv_copies(model, tensor) // tensor
     return model.num_heads * model.head_width // tensor, keys * model.head_width

@@ -59,9 +59,8 @@ def attention_fields(values: Values, family: Family, count: Any, faults: list[st
             _flags(values, "layer_types", 1, _TYPES, count, faults)
         ):
             faults.append(f"layer_types: {_SLIDING} needs use_sliding_window; set {_FULL}")
-    fields: Values = {"attention_pattern": layers}
     if family.positions != "rotary":
-        return fields
+        return {"attention_pattern": layers}
     types = {_SLIDING if layer["window"] else _FULL for layer in layers} or {_FULL}
     ropes = _ropes(values, family, types, faults)
     # Scaled ones are the model's: a layer's own have only a base.
@@ -69,14 +68,16 @@ def attention_fields(values: Values, family: Family, count: Any, faults: list[st
     if any(rope != scaled[0] for rope in scaled):
         faults.append("rope_parameters: only one type of layers may have scaled positions")
     shared = (scaled or [*ropes.values()])[0]
-    fields["rotary_pct"] = next((rope.pct for rope in ropes.values() if rope.pct != 1), shared.pct)
-    fields["rotary_base"] = shared.base
-    fields["rope_scaling"] = shared.scaling
     for layer in layers:
         rope = ropes.get(_SLIDING if layer["window"] else _FULL, shared)
         if layer["rope"] is None and rope != shared:
             layer["rope"] = rope.base
-    return fields
+    return {
+        "attention_pattern": layers,
+        "rotary_pct": next((rope.pct for rope in ropes.values() if rope.pct != 1), shared.pct),
+        "rotary_base": shared.base,
+        "rope_scaling": shared.scaling,
+    }
 
 
 def _layers(values: Values, keys: LayerKeys, count: int, faults: list[str]) -> list[Values]:
