@@ -72,9 +72,9 @@ def _slowdown(best: LayoutEstimate, other: LayoutEstimate) -> str:
     other_parts = other.step.parts()
     parts = {name: other_parts[name] - value for name, value in best.step.parts().items()}
     differences = ", ".join(
-        f"{name} {'+' if parts[name] > 0 else '-'}{format_seconds(abs(parts[name]))}"
-        for name in sorted(parts, key=lambda name: -abs(parts[name]))
-        if abs(parts[name]) >= 0.001 * best.step.total
+        f"{name} {'+' if change_s > 0 else '-'}{format_seconds(abs(change_s))}"
+        for name, change_s in sorted(parts.items(), key=lambda part: -abs(part[1]))
+        if abs(change_s) >= 0.001 * best.step.total
     )
     percent = 100 * (other.seq_per_s / best.seq_per_s - 1)
     return f"{percent:+.1f} % seq/s: {differences or 'the same'} per step"

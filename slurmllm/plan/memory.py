@@ -58,7 +58,8 @@ def memory_moments(config: RunConfig, mesh: Mesh, rank: int) -> tuple[PartBytes,
     share = parameter_counts(*position, mesh.shard, mesh.shard_rank(rank))
     stored = parameter_counts(*position, mesh.shard).total
     whole = stored * mesh.shard  # FSDP pads every share to the first one's size
-    largest_block, outside = held.block, held.outside
+    outside = held.outside
+    two_blocks = outside + 2 * held.block  # and what is outside
     accumulates = mesh.accumulation > 1
     until_last = accumulates and (zero <= 1 or mesh.pipeline > 1)
     dropped = zero == 3 and mesh.pipeline == 1  # pipelining keeps a stage's weights gathered
@@ -66,8 +67,8 @@ def memory_moments(config: RunConfig, mesh: Mesh, rank: int) -> tuple[PartBytes,
     summed = width.stored if mesh.replicate == 1 else width.reduced
     carried = whole * width.reduced if until_last else stored * summed if accumulates else 0
     steps = StepMemory(config, mesh, rank)
-    transient = 0 if until_last else outside + 2 * largest_block
-    gathered = outside + 2 * largest_block if dropped else whole
+    transient = 0 if until_last else two_blocks
+    gathered = two_blocks if dropped else whole
     if fsdp_disabled(config, mesh):
         converted = width.computed != width.stored
         gathered, transient, outside = (whole, share.largest, 0) if converted else (0, 0, 0)

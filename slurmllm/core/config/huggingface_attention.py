@@ -31,6 +31,7 @@ _SCALING_KEYS = {
     "finetuned",
     *RopeScaling.model_fields,
 }
+_KINDS: dict[str, Values] = {"default": {}, **SCALING_FIELDS}
 _FULL = "full_attention"
 _SLIDING = "sliding_attention"
 _TYPES = (_SLIDING, _FULL)
@@ -182,18 +183,18 @@ def _scaling(
     `longest` is the number of tokens in the longest text.
     """
     kind = str(rope.get("rope_type") or rope.get("type") or "default")
+    kind_fields = _KINDS.get(kind)
+    if kind_fields is None:
+        names = ", ".join(map(repr, _KINDS))
+        faults.append(f"{key}: positions scaled by {kind!r} are not supported; known are {names}")
+        return None
     faults += [
         f"{key}.{name}: {value!r} is not known for {kind!r}; remove it if it has no effect"
         for name, value in rope.items()
-        if name not in _SCALING_KEYS and kind in ("default", *SCALING_FIELDS)
+        if name not in _SCALING_KEYS
     ]
-    if kind == "default":
+    if not kind_fields:
         return None
-    if kind not in SCALING_FIELDS:
-        names = ", ".join(map(repr, ("default", *SCALING_FIELDS)))
-        faults.append(f"{key}: positions scaled by {kind!r} are not supported; known are {names}")
-        return None
-    kind_fields = SCALING_FIELDS[kind]
     # transformers takes 0 as left out, but not false.
     scaling = {n: rope[n] for n in kind_fields if rope.get(n) or rope.get(n) is False}
     if not {"mscale", "mscale_all_dim"} <= scaling.keys():  # without effect

@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import re
 from collections.abc import Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -159,7 +160,7 @@ def parse_yaml(
     node = yaml.compose(content, loader)
     if node is None:
         return None
-    _measure(node, {})
+    _limit_size(node)
     constructor = loader("")
     if isinstance(node, yaml.MappingNode):
         _walk(node, "", lines, faults, constructor)
@@ -169,31 +170,28 @@ def parse_yaml(
         raise yaml.YAMLError(str(error)) from error
 
 
-def _measure(node: yaml.Node, measured_nodes: dict[int, tuple[int, int]]) -> tuple[int, int]:
-    """Return levels and nodes of a document with every alias written out.
+def _limit_size(document: yaml.Node) -> None:
+    """Limit levels and nodes of a document with every alias written out.
 
     Raises:
         YAMLError: there are too many nodes, or no end to them.
         RecursionError: there are too many levels.
     """
-    size = measured_nodes.get(id(node))
-    if size is not None:
-        if not size[0]:
+    num_nodes = 0
+    waiting: list[tuple[yaml.Node, tuple[int, ...]]] = [(document, ())]
+    while waiting:
+        node, parents = waiting.pop()
+        num_nodes += 1
+        if id(node) in parents:
             raise yaml.YAMLError("it holds an alias of itself; write the value out")
-        return size
-    measured_nodes[id(node)] = 0, 0  # until its parts are known
-    parts = node.value if isinstance(node, yaml.CollectionNode) else ()
-    if isinstance(node, yaml.MappingNode):
-        parts = [child for pair in parts for child in pair]
-    measured = [_measure(child, measured_nodes) for child in parts]
-    levels = 1 + max((levels for levels, _ in measured), default=0)
-    nodes = 1 + sum(nodes for _, nodes in measured)
-    if levels > _DEEPEST:
-        raise RecursionError
-    if nodes > _MOST_NODES:
-        raise yaml.YAMLError(f"its aliases stand for more than {_MOST_NODES:,} values")
-    measured_nodes[id(node)] = levels, nodes
-    return levels, nodes
+        if len(parents) == _DEEPEST:
+            raise RecursionError
+        if num_nodes > _MOST_NODES:
+            raise yaml.YAMLError(f"its aliases stand for more than {_MOST_NODES:,} values")
+        parts = node.value if isinstance(node, yaml.CollectionNode) else ()
+        if isinstance(node, yaml.MappingNode):
+            parts = chain.from_iterable(parts)
+        waiting += [(part, (*parents, id(node))) for part in parts]
 
 
 def _walk(
