@@ -62,7 +62,7 @@ def _is_left_behind(run: RunDir) -> bool:
             return False
         sweep = SweepRecord.find(SweepDir(run.path).record)
         if sweep is not None:  # it has runs; without a lock, its process counts
-            alive = sweep.pid is None or is_running(sweep.pid, sweep.process, b"slurmllm")
+            alive = sweep.pid is None or is_running(sweep, b"slurmllm")
             jobs = [*run.path.glob("*/jobs.json"), *run.path.glob("graphs/*/jobs.json")]
             if alive or jobs or sweep.host != socket.gethostname():
                 return False

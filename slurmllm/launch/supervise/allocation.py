@@ -31,6 +31,7 @@ from slurmllm.core.slurm.client import (
     SlurmClient,
     check_configuration_file,
     step_options,
+    wait_for,
 )
 from slurmllm.core.slurm.container import (
     CONTAINER,
@@ -174,13 +175,14 @@ class SlurmAllocation(Allocation):
 
     def restart(self, nodes: NodeNames, patience_s: float) -> None:
         """End what is left of the launchers, and use other nodes from now on."""
-        deadline = time.monotonic() + patience_s
+
+        def are_gone() -> bool:
+            steps = self.client.steps(self.job_id, _STEP)
+            self.client.cancel(steps, kill=True)
+            return not steps
+
         try:
-            while steps := self.client.steps(self.job_id, _STEP):
-                self.client.cancel(steps, kill=True)
-                if time.monotonic() > deadline:
-                    break
-                time.sleep(0.5)
+            wait_for(are_gone, patience_s, 0.5)
         except SlurmError as error:
             log.warning("%s", error)
         self.nodes = nodes
@@ -250,17 +252,17 @@ class HeldAllocation(SlurmAllocation):
 
     requeues = False
 
-    def __init__(self, run: RunDir, client: SlurmClient | None = None) -> None:
-        super().__init__(client)
-        self._run = run
+    def __init__(self, run: RunDir) -> None:
+        super().__init__()
+        self._here = LocalAllocation(run)  # the process that started it
         self.nodes = self.all_nodes[: int(os.environ[HELD_NODES])]
-        self.restart_count = int(os.environ.get(LOCAL_RESTARTS) or 0)
+        self.restart_count = self._here.restart_count
 
     def give_up(self, lost: Collection[str]) -> None:
         """Nothing: the allocation is the user's."""
 
     def state(self) -> str:
-        recorded = LocalAllocation(self._run).state()
+        recorded = self._here.state()
         return recorded if recorded == "CANCELLED" else super().state()
 
 

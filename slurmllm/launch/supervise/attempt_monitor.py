@@ -8,7 +8,7 @@ import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import psutil
 
@@ -21,7 +21,12 @@ from slurmllm.core.run.rundir import RunDir
 from slurmllm.core.run.safe_files import os_error_text
 from slurmllm.core.slurm.error_texts import Processes
 from slurmllm.launch.supervise import attempts
-from slurmllm.launch.supervise.classify import failed_workers, is_echo, unreported_nodes
+from slurmllm.launch.supervise.classify import (
+    exit_codes,
+    failed_workers,
+    is_echo,
+    unreported_nodes,
+)
 from slurmllm.launch.supervise.notify import Notifier
 from slurmllm.launch.supervise.resume_check import ResumeCheck
 from slurmllm.launch.supervise.slow_ranks import SlowRanks
@@ -70,93 +75,87 @@ class Observations:
     launchers_s: float = 0.0  # from the launchers' start to their end
 
 
+@dataclass
 class AttemptMonitor:
     """Waits for one attempt's launchers, or for the srun that started them."""
 
-    def __init__(
-        self,
-        run: RunDir,
-        record: AttemptRecord,
-        config: RunConfig,
-        launchers: Processes,
-        stop: StopSignals,
-        notifier: Notifier,
-        resume_check: ResumeCheck | None = None,
-        kill_wait_s: float = math.inf,
-    ) -> None:
-        self._run, self._record, self._launchers, self._stop = run, record, launchers, stop
-        self._resume_check = resume_check
-        self._leaving_s = leaving_s(config.recipe.slurm.signal_lead_s)
-        self._kill_wait_s = kill_wait_s
-        limits = config.recipe.watchdog
+    run: RunDir
+    record: AttemptRecord
+    config: RunConfig
+    launchers: Processes
+    stop: StopSignals
+    notifier: Notifier
+    resume_check: ResumeCheck | None = None
+    kill_wait_s: float = math.inf
+    observed: Observations = field(default_factory=Observations)
+    _failed_at: float | None = None
+    _grace_s: float = LAUNCHER_GRACE_S
+    _next_failures_look: float = 0.0
+    _nodes: dict[str, NodeRecord] = field(default_factory=dict)
+    _kill_at: float | None = None
+    _refused: bool = False  # whether the shared file system has refused a look
+
+    def __post_init__(self) -> None:
+        limits = self.config.recipe.watchdog
         self._watchdog: Watchdog | None = None
-        command = config.recipe.command
-        self._has_model = config.recipe.worker.has_model
-        if record.stage == "train" and limits.enabled:
+        if self.record.stage == "train" and limits.enabled:
             reporting = None
-            if command is not None:
+            if (command := self.config.recipe.command) is not None:
                 from slurmllm.core.metrics.following import printing_rank  # only such runs need it
 
-                reporting = [printing_rank(command.progress, record.world_size)]
-            self._watchdog = Watchdog(run, record, limits, reporting)
-        self._notifier = notifier
-        self._slow_ranks = SlowRanks(run, record, limits.window_s)
-        self._look_s = min(LOOK_S, max(limits.min_step_s / 4, 0.25))
-        self._next_look = time.monotonic() + self._look_s
-        self._failed_at: float | None = None
-        self._grace_s = LAUNCHER_GRACE_S
-        self._next_failures_look = 0.0
-        self._nodes: dict[str, NodeRecord] = {}
-        self._kill_at: float | None = None
-        self._refused = False  # whether the shared file system has refused a look
-        self.observed = Observations()
-        self._started = time.monotonic()
+                reporting = [printing_rank(command.progress, self.record.world_size)]
+            self._watchdog = Watchdog(self.run, self.record, limits, reporting)
+        self._slow_ranks = SlowRanks(self.run, self.record, limits.window_s)
 
     def wait(self) -> Observations:
+        config, stop = self.config.recipe, self.stop
+        leaves_within_s = leaving_s(config.slurm.signal_lead_s)
+        look_s = min(LOOK_S, max(config.watchdog.min_step_s / 4, 0.25))
+        started = time.monotonic()
+        next_look = started + look_s
         signalled_at = -REPEAT_SIGNAL_S
-        while any(launcher.poll() is None for launcher in self._launchers):
+        while any(launcher.poll() is None for launcher in self.launchers):
             now = time.monotonic()
+            stop_signal = stop.name  # read before its time: a signal may come at any point
+            stopping_s = now - stop.received_at
             # Repeated: launchers and workers ignore it until their handlers are installed.
-            if self._stop.name is not None and now - signalled_at >= REPEAT_SIGNAL_S:
+            if stop_signal is not None and now - signalled_at >= REPEAT_SIGNAL_S:
                 signalled_at = now
-                self._note_symptom(now - self._stop.received_at)
+                self._note_symptom(stopping_s)
                 self._send(signal.SIGUSR2)  # srun forwards it to the launchers
             with self._tolerating():
                 self._check_failures(now)
             # The time limit or Slurm's SIGKILL is near, and the workers have not saved and left.
-            limited = self._stop.name is not None and self._record.job_id is not None
-            limit_s = self._leaving_s
-            if self._stop.name == "SIGTERM":
-                limit_s = min(limit_s, SAVE_SHARE * self._kill_wait_s)
-            overran = limited and now - self._stop.received_at > limit_s
-            if overran and self.observed.overran_s is None:
-                self.observed.overran_s = now - self._stop.received_at
+            limit_s = leaves_within_s
+            if stop_signal == "SIGTERM":
+                limit_s = min(limit_s, SAVE_SHARE * self.kill_wait_s)
+            limited = stop_signal is not None and self.record.job_id is not None
+            if limited and stopping_s > limit_s and self.observed.overran_s is None:
+                self.observed.overran_s = stopping_s
                 self._kill_at = now
-            if now >= self._next_look:
-                self._next_look = now + self._look_s
+            if now >= next_look:
+                next_look = now + look_s
                 with self._tolerating():
                     # One call instead of a listing: attempts are numbered without gaps.
-                    if self._run.attempt(
-                        self._record.stage, self._record.attempt + 1
-                    ).path.is_dir():
+                    if self.run.attempt(self.record.stage, self.record.attempt + 1).path.is_dir():
                         self._look_for_newer(now)
                 with self._tolerating():
                     self._look(now)
             if self._kill_at is not None and now >= self._kill_at:
                 self._send(signal.SIGKILL)
             time.sleep(POLL_S)
-        self.observed.launchers_s = time.monotonic() - self._started
+        self.observed.launchers_s = time.monotonic() - started
         # The launchers may have noticed a newer attempt before this process did.
         self._look_for_newer(time.monotonic())
         return self.observed
 
     def _send(self, number: signal.Signals) -> None:
-        for launcher in self._launchers:
+        for launcher in self.launchers:
             if launcher.poll() is not None:
                 continue
             below = []
             # A killed launcher can no longer end what another project's workers started.
-            if number == signal.SIGKILL and not self._has_model:
+            if number == signal.SIGKILL and not self.config.recipe.worker.has_model:
                 with suppress(psutil.Error):
                     below = psutil.Process(launcher.pid).children(recursive=True)
             launcher.send_signal(number)
@@ -172,14 +171,14 @@ class AttemptMonitor:
         if self._failed_at is None:
             # The folder appears with the first failure record: one look at the shared file system
             # for any number of nodes. The peers of a worker that was killed record failures too.
-            folder = self._record.files(self._run).failure(0).parent
-            failed = any(launcher.poll() for launcher in self._launchers)
+            folder = self.record.files(self.run).failure(0).parent
+            failed = any(launcher.poll() for launcher in self.launchers)
             if not failed and not (look and folder.is_dir()):
                 return
             self._failed_at = now
             look = True
             self._note_symptom()
-            self.observed.failed_first = self._stop.name is None
+            self.observed.failed_first = self.stop.name is None
         if look:
             self._grace_s = self._grace()
         # Never later than a deadline that has passed already.
@@ -188,33 +187,32 @@ class AttemptMonitor:
 
     def _grace(self) -> float:
         """Seconds from the first failure to the end of the other launchers."""
-        if self._record.stage == "precompile":
+        if self.record.stage == "precompile":
             return LAUNCHER_GRACE_S  # the other nodes submit the graphs that they have
         try:
             # The record of a node whose workers have all ended changes no more.
-            unreported = unreported_nodes(self._record.nodes, self._nodes)
-            self._nodes |= attempts.node_records(self._run, self._record, unreported)
-            failures = attempts.failure_records(self._run, self._record)
+            unreported = unreported_nodes(self.record.nodes, self._nodes)
+            self._nodes |= attempts.node_records(self.run, self.record, unreported)
+            failures = attempts.failure_records(self.run, self.record)
             nodes = self._nodes
         except SlurmllmError:
             return LAUNCHER_GRACE_S
         # A node with a failure record is alive: its launcher waits for its other workers.
         alive = {failure.node for failure in failures}
         alive |= {name for name, node in nodes.items() if node.exit_codes}
-        pending = unreported_nodes(self._record.nodes, nodes)
+        pending = unreported_nodes(self.record.nodes, nodes)
         all_reported = not pending or (len(pending) == 1 and pending[0] not in alive)
         if self.observed.hang is not None:  # the cause is known, but stacks take time
             return REPORTED_GRACE_S if all_reported else HANG_GRACE_S
-        codes = [code for node in nodes.values() for code in node.exit_codes.values()]
-        if StorageError.exit_code in codes:  # the others' records may be late or never written
-            return LAUNCHER_GRACE_S
+        if StorageError.exit_code in exit_codes(nodes):
+            return LAUNCHER_GRACE_S  # the others' records may be late or never written
         killed = any(worker.code < 0 for worker in failed_workers(nodes))
         if killed or not all(map(is_echo, failures)):
             return CLEAR_GRACE_S
         return REPORTED_GRACE_S if all_reported else LAUNCHER_GRACE_S
 
     def _look_for_newer(self, now: float) -> None:
-        newer = attempts.newer_attempt(self._run, self._record.stage, self._record.attempt)
+        newer = attempts.newer_attempt(self.run, self.record.stage, self.record.attempt)
         if newer is not None and self.observed.superseded_by is None:
             self.observed.superseded_by = newer
             self._note_symptom()
@@ -232,8 +230,8 @@ class AttemptMonitor:
 
     def _look(self, now: float) -> None:
         ending = self._failed_at is not None or self._kill_at is not None
-        attempt = self._record.attempt
-        if not ending and self._resume_check is not None and (fault := self._resume_check.look()):
+        attempt = self.record.attempt
+        if not ending and self.resume_check is not None and (fault := self.resume_check.look()):
             self._note_symptom()
             self._kill_at = now
             log.warning("train attempt %d: %s: ending it", attempt, fault)
@@ -245,11 +243,11 @@ class AttemptMonitor:
             if slow := self._slow_ranks.update(self._watchdog.phases):
                 line = format_names([rank.text(time.time()) for rank in slow])
                 log.warning("train attempt %d: %s", attempt, line)
-                self._notifier.send("slow_rank", self._record, line)
+                self.notifier.send("slow_rank", self.record, line)
             return
         self._note_symptom(hang.waited_s)
         try:
-            hang.save(self._record.files(self._run).hang)
+            hang.save(self.record.files(self.run).hang)
         except StorageError as error:
             # A full disk stops heartbeats and failure records too: it is the cause, not a hang.
             self.observed.unwritable = str(error)

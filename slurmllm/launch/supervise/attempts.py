@@ -36,6 +36,8 @@ from slurmllm.core.run.records import (
     PassedOver,
     Restart,
     SkipsRecord,
+    Submission,
+    SweepRecord,
     Versions,
     WorkerRecord,
     last_submission,
@@ -72,16 +74,25 @@ def this_process() -> Json:
     return {"pid": pid, "process": process_identity(pid), "host": socket.gethostname()}
 
 
-def is_running(pid: int | None, identity: str | None, content: bytes) -> bool:
+ProcessRecord = AttemptRecord | Submission | SweepRecord
+
+
+def is_running(record: ProcessRecord, content: bytes) -> bool:
     """Whether a recorded process, if any, still runs with `content` in its command line.
 
     A run that Python submitted has a process of any name.
     """
     try:
-        command = Path(f"/proc/{pid}/cmdline").read_bytes()
+        command = Path(f"/proc/{record.pid}/cmdline").read_bytes()
     except OSError:
         return False
-    return content in command and identity is not None and identity == process_identity(pid)
+    identity = record.process
+    return content in command and identity is not None and identity == process_identity(record.pid)
+
+
+def another_runs(record: ProcessRecord, content: bytes) -> bool:
+    """Whether a recorded process still runs, as `is_running`, and is not this one."""
+    return record.pid != os.getpid() and is_running(record, content)
 
 
 def incarnation(record: AttemptRecord, allocation: Allocation) -> AccountingRow | None:

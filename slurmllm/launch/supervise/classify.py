@@ -125,8 +125,12 @@ class Evidence:
         )
 
     @property
+    def ended_by_slurm(self) -> bool:
+        return self.slurm_state in ("PREEMPTED", "TIMEOUT", "DEADLINE")
+
+    @property
     def exit_codes(self) -> list[int]:
-        return [code for node in self.nodes.values() for code in node.exit_codes.values()]
+        return exit_codes(self.nodes)
 
     @property
     def finished(self) -> bool:
@@ -219,8 +223,7 @@ def _reported_endings(evidence: Evidence) -> _Rows:
     # srun stops the others if a launcher fails.
     failed = stop_signal is None and any(node.error for node in evidence.nodes.values())
     if left and not failed and not evidence.unreported:
-        reason = f"{stop_signal or 'a stop signal'}: {evidence.trainer.leaving}"
-        yield Ending("advance_signal", (*_by_slurm(evidence), reason))
+        yield _stopped(evidence, f"{stop_signal or 'a stop signal'}: {evidence.trainer.leaving}")
 
 
 def _node_lost(evidence: Evidence) -> Ending | None:
@@ -235,19 +238,19 @@ def _node_lost(evidence: Evidence) -> Ending | None:
     return Ending(
         "node_failure",
         (f"Slurm: node failure on {', '.join(reasons)}".removesuffix(" on "),),
-        _few(names, evidence.expected_nodes),
+        _blamed(names, evidence.expected_nodes),
     )
 
 
-def _few(names: Names, nodes: Names) -> NodeNames:
-    """Return the nodes to blame: none if most seem to have failed at once."""
-    return tuple(names) if len(names) <= max(len(nodes) // 2, 1) else ()
+def _blamed(failed: Names, nodes: Names) -> NodeNames:
+    """Return the failed nodes to blame: none if most of the `nodes` failed at once."""
+    return tuple(failed) if len(failed) <= max(len(nodes) // 2, 1) else ()
 
 
-def _by_slurm(evidence: Evidence) -> Lines:
-    """Return why Slurm ends a job, before the signal that it sends."""
-    ended = evidence.slurm_state in ("PREEMPTED", "TIMEOUT", "DEADLINE")
-    return (f"Slurm: the job is {evidence.slurm_state}",) if ended else ()
+def _stopped(evidence: Evidence, *reasons: str) -> Ending:
+    """Return the end of a job that was asked to stop; why Slurm ends it comes first."""
+    by_slurm = (f"Slurm: the job is {evidence.slurm_state}",) if evidence.ended_by_slurm else ()
+    return Ending("advance_signal", (*by_slurm, *reasons))
 
 
 def _launch_endings(evidence: Evidence) -> _Rows:
@@ -280,12 +283,8 @@ def _worker_endings(evidence: Evidence) -> _Rows:
     yield _launcher_error(evidence)
     yield _by_workers(evidence, [worker for worker in failed if worker.code < 0])
     if evidence.overran_s is not None:
-        yield Ending(
-            "advance_signal",
-            (
-                *_by_slurm(evidence),
-                f"{evidence.stop_signal}: not saved within {evidence.overran_s:.0f} s; ended",
-            ),
+        yield _stopped(
+            evidence, f"{evidence.stop_signal}: not saved within {evidence.overran_s:.0f} s; ended"
         )
     yield _unreported(evidence)
     yield _lost_peers(evidence)
@@ -356,7 +355,7 @@ def launch_ending(failure: LaunchFailure, nodes: Names, started: bool = False) -
     return Ending(
         LAUNCH_ENDINGS.get(failure.fault, "node_failure"),
         (failure.text, *([fix] if failure.fault == "request" and failure.options else [])),
-        _few(failure.accused, nodes),
+        _blamed(failure.accused, nodes),
         started,
         None if started else failure,
     )
@@ -372,6 +371,10 @@ def reported_all(node: NodeRecord | None) -> bool:
 def unreported_nodes(names: Names, nodes: NodeRecords) -> list[str]:
     """Return the nodes whose launchers did not record how all their workers ended."""
     return [name for name in names if not reported_all(nodes.get(name))]
+
+
+def exit_codes(nodes: NodeRecords) -> list[int]:
+    return [code for node in nodes.values() for code in node.exit_codes.values()]
 
 
 def failed_workers(nodes: NodeRecords) -> list[FailedWorker]:
@@ -413,11 +416,10 @@ def _by_failure(evidence: Evidence) -> Ending | None:
     if first.error == KILLED:
         return _by_signal(first.origin, first.exit_code, first.node, evidence)
     reason: Lines = (_reason(first),)
-    by_slurm = _by_slurm(evidence)
-    if _STOPPED_CHILD.search(first.message) and (evidence.stop_signal or by_slurm):
-        return Ending(
-            "advance_signal",
-            (*by_slurm, f"{evidence.stop_signal or 'SIGTERM'}: ended a data worker first", *reason),
+    asked = evidence.stop_signal or evidence.ended_by_slurm
+    if _STOPPED_CHILD.search(first.message) and asked:
+        return _stopped(
+            evidence, f"{evidence.stop_signal or 'SIGTERM'}: ended a data worker first", *reason
         )
     if first.blame == "user" or _matches(first, "limit"):
         return Ending("bad_configuration", reason)
@@ -555,12 +557,9 @@ def _unreported(evidence: Evidence) -> Ending | None:
     if not names:
         return None
     if evidence.stop_signal is not None:
-        return Ending(
-            "advance_signal",
-            (
-                *_by_slurm(evidence),
-                f"{evidence.stop_signal}: {', '.join(names)} ended before the workers reported",
-            ),
+        return _stopped(
+            evidence,
+            f"{evidence.stop_signal}: {', '.join(names)} ended before the workers reported",
         )
     lines = []
     launch = evidence.launch
@@ -578,4 +577,4 @@ def _unreported(evidence: Evidence) -> Ending | None:
         lines.insert(0, f"{', '.join(names)} stopped responding")
     # If most nodes are silent at once, none is to blame: Slurm ended the step, or the network
     # failed.
-    return Ending("node_failure", tuple(lines), _few(names, evidence.expected_nodes))
+    return Ending("node_failure", tuple(lines), _blamed(names, evidence.expected_nodes))

@@ -16,7 +16,7 @@ import shutil
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
+from typing import BinaryIO, cast
 
 from slurmllm.core.config.resolve import RunConfig
 from slurmllm.core.errors import NodeError, StorageError
@@ -41,6 +41,20 @@ _FOLDER = re.compile(rf"^({'|'.join(STAGES)})_(\d{{3,}})-(\d+)-.+$")
 log = logging.getLogger(__name__)
 
 
+def take_lock(path: Path) -> BinaryIO:
+    """Lock a file on this node's disk; OSError if another launcher holds the lock.
+
+    It is held until the file is closed or this process ends: workers do not inherit it.
+    """
+    lock = open_lock(path)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        lock.close()
+        raise
+    return lock
+
+
 @dataclass
 class RankLogs:
     """The logs of the workers that this launcher starts."""
@@ -58,7 +72,12 @@ class RankLogs:
         return None if self._files is None else self._files.folder
 
     def open(self, rank: int) -> int:
-        """Return a descriptor of a worker's new log; StorageError if no folder takes it."""
+        """Return a descriptor of a worker's new log; StorageError if no folder takes it.
+
+        Rank 0's is that of the stage, this process's own output.
+        """
+        if rank == 0:
+            return os.dup(1)
         stage = self.record.stage
         number = self.record.attempt
         if not self._refused:
@@ -103,13 +122,7 @@ class _LocalFiles:
     attempt: int
 
     def __post_init__(self) -> None:
-        # Held as long as this process lives and by no other: workers do not inherit it.
-        self.lock = open_lock(self.folder / "lock")
-        try:
-            fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            self.lock.close()
-            raise
+        self.lock = take_lock(self.folder / "lock")
 
     def collect(self) -> bool:
         """Copy all logs, then remove them unless a copy failed; returns whether all were copied."""

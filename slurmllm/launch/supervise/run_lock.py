@@ -36,7 +36,7 @@ from slurmllm.core.slurm.client import (
 )
 from slurmllm.launch.supervise.allocation import Allocation, SlurmAllocation
 from slurmllm.launch.supervise.attempts import (
-    is_running,
+    another_runs,
     load_attempts,
     process_identity,
     this_process,
@@ -214,7 +214,7 @@ def still_runs(run: RunDir, record: AttemptRecord, allocation: Allocation) -> st
     attempt counts as running.
     """
     here = record.host == socket.gethostname()
-    if here and record.pid != os.getpid() and is_running(record.pid, record.process, b"supervise"):
+    if here and another_runs(record, b"supervise"):
         return f"process {record.pid} on {record.host} is its supervisor"
     if record.job_id is None:
         return None
@@ -240,13 +240,12 @@ def other_supervisor(run: RunDir, stage: Stage, allocation: Allocation) -> str |
     this_start = allocation.job_id, allocation.restart_count, socket.gethostname()
     for record in load_attempts(run, stage):
         same = (record.job_id, record.restart_count, record.host) == this_start
-        if record.ended_at is None and record.job_id is not None and same:
-            pid = record.pid
-            if pid != os.getpid() and is_running(pid, record.process, b"supervise"):
-                return (
-                    f"attempt {record.attempt} of job {record.job_id} is supervised by {pid}; this "
-                    "supervisor leaves"
-                )
+        is_open = record.ended_at is None and record.job_id is not None
+        if same and is_open and another_runs(record, b"supervise"):
+            return (
+                f"attempt {record.attempt} of job {record.job_id} is supervised by {record.pid}; "
+                "this supervisor leaves"
+            )
     return None
 
 

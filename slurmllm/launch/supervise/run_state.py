@@ -26,7 +26,7 @@ from slurmllm.core.run.rundir import STAGES, RunDir, Stage, SweepDir
 from slurmllm.core.run.safe_files import read_tail
 from slurmllm.core.slurm.client import ENDED_STATES, WAITING_STATES, QueuedJob, SlurmClient
 from slurmllm.core.slurm.error_texts import explain_waiting
-from slurmllm.launch.supervise.attempts import is_running, load_attempts
+from slurmllm.launch.supervise.attempts import another_runs, is_running, load_attempts
 from slurmllm.plan.mesh import load_mesh
 
 # What Slurm's states mean for a run, other than RUNNING and PENDING.
@@ -310,7 +310,7 @@ def _failed_job(run: RunDir, stage: Stage) -> str:
 def is_process_alive(submission: Submission) -> bool:
     """Return whether the process of a local submission is seen to run on this machine."""
     # Its identity names the boot of a machine: a shared file system shows runs of others, too.
-    return submission.pid != os.getpid() and is_running(submission.pid, submission.process, b"")
+    return another_runs(submission, b"")
 
 
 def host_elsewhere(submission: Submission, jobs: Jobs) -> str | None:
@@ -365,7 +365,7 @@ def sweep_process(run: RunDir) -> str | None:
     sweep = SweepRecord.find_readable(SweepDir(run.path.parent).record)
     if sweep is None or sweep.pid in (None, os.getpid()):
         return None
-    if is_running(sweep.pid, sweep.process, b"slurmllm"):
+    if is_running(sweep, b"slurmllm"):
         return f"process {sweep.pid}"
     runs = (RunDir(run.path.parent / case.run) for case in sweep.cases)
     writes = (time.time() - last_written(case) < SILENT_S for case in runs)

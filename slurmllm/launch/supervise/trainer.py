@@ -97,7 +97,7 @@ class TrainerLauncher(Launcher):
         return variables
 
     def start_worker(self, rank: int, environment: Variables) -> ChildProcess:
-        output = self.output.open(rank, os.dup(1) if rank == 0 else self.logs.open(rank))
+        output = self.output.open(rank, self.logs.open(rank))
         try:
             return subprocess.Popen(
                 ["bash", "-o", "pipefail", "-c", self.text],  # `python … | tee log` fails too

@@ -10,7 +10,6 @@ waits for the shared file system; the launcher forwards changes a few times a mi
 
 from __future__ import annotations
 
-import fcntl
 import logging
 import os
 import shutil
@@ -26,6 +25,7 @@ from slurmllm.core.config.yaml_source import LARGEST_YAML
 from slurmllm.core.metrics.row_reader import Row, json_number, last_rows
 from slurmllm.core.run.records import (
     AttemptRecord,
+    ByRank,
     HangRecord,
     Heartbeat,
     NodeNames,
@@ -38,7 +38,6 @@ from slurmllm.core.run.records import (
 from slurmllm.core.run.rundir import AttemptDir, RunDir, read_all
 from slurmllm.core.run.safe_files import (
     check_private_folder,
-    open_lock,
     open_update,
     os_error_text,
     read_limited,
@@ -54,6 +53,7 @@ from slurmllm.core.run.worker_files import (
 from slurmllm.core.slurm.client import wait_for
 from slurmllm.core.slurm.setup import Variables
 from slurmllm.launch.supervise.classify import reported_all
+from slurmllm.launch.supervise.rank_logs import take_lock
 from slurmllm.launch.supervise.stacks import inspect_process
 
 LOOK_S = 5.0  # interval between the supervisor's looks
@@ -272,9 +272,8 @@ class Heartbeats:
         # launchers in other containers may share this memory, with ids of their own.
         for folder in {"/dev/shm", tempfile.gettempdir()}:
             for lock in Path(folder).glob(f"{_FOLDER}*/{_LOCK}"):
-                with suppress(OSError), open_lock(lock) as stream:
+                with suppress(OSError), take_lock(lock):
                     check_private_folder(lock.parent)
-                    fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     shutil.rmtree(lock.parent, ignore_errors=True)
         self._run_copy: RunDir | None = None
         self.folder: Path | None = None  # None if the node has no room for it
@@ -284,11 +283,9 @@ class Heartbeats:
                     prefix=_FOLDER, dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None
                 )
             )
-            # Held as long as this process lives and by no other: workers do not inherit it.
             # Renamed once it is held: other launchers remove folders whose lock file is free.
             unlocked = self.folder / f"{_LOCK}.new"
-            self._lock = open_lock(unlocked)
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._lock = take_lock(unlocked)
             unlocked.rename(self.folder / _LOCK)
 
     def environment(self, rank: int) -> Variables:
@@ -319,7 +316,7 @@ class Heartbeats:
         else:
             self._run_copy = copy
 
-    def update(self, ranks: Mapping[int, int]) -> None:
+    def update(self, ranks: ByRank) -> None:
         """Forward the workers' phases if it is time; `ranks` maps rank to process id."""
         now = time.monotonic()
         if self.folder is None or now - self._read_at < self._read_s:
@@ -361,7 +358,7 @@ class Heartbeats:
                 os.close(self._heartbeat)
             self._heartbeat = None
 
-    def dump_stacks(self, running: Mapping[int, int]) -> None:
+    def dump_stacks(self, running: ByRank) -> None:
         """Have the workers (rank → process id) dump their stacks into the run directory."""
         for pid in running.values():
             with suppress(ProcessLookupError):

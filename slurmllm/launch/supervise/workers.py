@@ -194,8 +194,7 @@ class Workers:
             "--attempt",
             str(self.attempt.number),
         ]
-        # Rank 0 inherits the stage's log; the others have a file each.
-        with os.fdopen(os.dup(1) if rank == 0 else self.logs.open(rank), "wb") as stream:
+        with os.fdopen(self.logs.open(rank), "wb") as stream:
             return subprocess.Popen(
                 command,
                 env=environment,
