@@ -24,7 +24,6 @@ from slurmllm.core.metrics.tags import (
     FILES,
     LogFormat,
     TagChoice,
-    Tags,
     choose_step_key,
     choose_tags,
     find_format,
@@ -66,9 +65,8 @@ class FollowedOutput:
 class FollowedPath:
     """A file, or a folder of event files, which may not exist yet."""
 
-    def __init__(self, path: Path, tags: Tags) -> None:
+    def __init__(self, path: Path) -> None:
         self._path = path
-        self._tags = tags
         self._files: dict[Path, LogFile] = {}  # the newest last
         self._next = 0.0
         with suppress(OSError, RunError):
@@ -89,7 +87,7 @@ class FollowedPath:
         self._next = begin + _POLL_S
         for source in training_files(path):
             if source not in self._files:
-                self._files[source] = LogFile(source, self._tags)
+                self._files[source] = LogFile(source, {})
             file = self._files[source]
             rows += file.take_new(last)
             if file.reader.is_document:
@@ -114,13 +112,13 @@ def no_match(pattern: Path) -> str:
     return f"no such file: {pattern}; {folder} has {format_names(names, _SHOWN) or 'no files'}"
 
 
-def follow(progress: str | None, tags: Tags) -> FollowedOutput | FollowedPath:
+def follow(progress: str | None) -> FollowedOutput | FollowedPath:
     """Return the source of `progress`: the output (by a format or pattern), or a path."""
     if progress is None or "(?P<" in progress:
         return FollowedOutput(TextReader(progress))
     if not is_path(progress):
         return FollowedOutput(TextReader(log_format=find_format(progress)))
-    return FollowedPath(Path(progress), tags)
+    return FollowedPath(Path(progress))
 
 
 def printing_rank(progress: str | None, world_size: int) -> int:
@@ -143,10 +141,9 @@ class MetricNames:
         format: The framework, once recognized.
     """
 
-    def __init__(self, tags: Tags, source: Path, devices: int) -> None:
+    def __init__(self, source: Path, devices: int) -> None:
         self.problem = ""
         self.format: LogFormat | None = None
-        self._tags = tags
         self._source = source
         self._devices = devices
         self._counts: Counter[str] = Counter()
@@ -190,13 +187,13 @@ class MetricNames:
     def _choose(self, log_format: LogFormat | None) -> None:
         self._chosen_at = self._total
         self._names = len(self._counts)
-        step = choose_step_key(self._counts, self._tags)
+        step = choose_step_key(self._counts, {})
         if step is None:
             self.problem = "its rows have no step"
             return
         counts = {tag: count for tag, count in self._counts.items() if tag != step}
         try:
-            self._choice = choose_tags(counts, self._tags, self._source, log_format)
+            self._choice = choose_tags(counts, {}, self._source, log_format)
         except RunError as error:
             self.problem = str(error) if self._total else ""
             return

@@ -46,13 +46,11 @@ def graph_fingerprint(
     mesh: Mesh,
     local: bool,
     measured: int | None = None,
-    versions: Versions | None = None,
 ) -> str | None:
     """Return a digest of everything that decides a run's graphs; None if that is not measured yet.
 
     `mesh` is of the train stage. `measured` is the micro batch of a recipe with `auto`, of which
-    precompile's graphs are for every node count. `versions` are of the libraries and, with `local`,
-    the processor; by default those of this machine, or the container's image.
+    precompile's graphs are for every node count.
     """
     micro = config.recipe.train.micro_batch
     if micro == "auto":
@@ -60,13 +58,13 @@ def graph_fingerprint(
             return None
         mesh = replace(mesh, micro_batch=measured, global_batch=mesh.data * measured)
     environment = load_environment(config.backend)
-    if versions is None and config.cluster.container is not None:
+    if config.cluster.container is not None:
         versions = {"image": config.cluster.container.image}  # theirs are not known out here
-    elif versions is None:  # nor the processors of nodes: each compares its own
+    else:  # nor the processors of nodes: each compares its own
         versions = {**environment.versions(), **(node_processor(config) if local else {})}
     parts = {
         "backend": config.backend,
-        "versions": dict(versions),
+        "versions": versions,
         "sources": sources(config.backend),
         "graphs": environment.graph_inputs(config, mesh, worker_threads(config, mesh, local)),
         # The fastest micro batch is a measurement on one kind of node.

@@ -12,7 +12,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from slurmllm.core.errors import RunError, UserError
@@ -57,6 +57,7 @@ class TrainerProgress:
     Attributes:
         step: The newest step that was read; None before the first.
         rows: Number of rows written.
+        events: What happens apart from the steps.
     """
 
     def __init__(
@@ -64,7 +65,6 @@ class TrainerProgress:
         run: RunDir,
         attempt: int,
         progress: str | None = None,
-        tags: Mapping[str, str] | None = None,
         devices: int = 1,
         rank: int = 0,
     ) -> None:
@@ -72,7 +72,6 @@ class TrainerProgress:
 
         Args:
             progress: As in the recipe, `{run}` and others filled in; None: the output of `rank`.
-            tags: Metric → name of it in the trainer's log, in preference to the known names.
             devices: By which a rate of one device is multiplied.
             rank: The worker whose output is fed.
         """
@@ -80,8 +79,8 @@ class TrainerProgress:
         self.rows = 0
         self._progress = progress
         self._attempt = attempt
-        self._source = follow(progress, tags or {})
-        self._names = MetricNames(tags or {}, Path(progress or "the output"), devices)
+        self._source = follow(progress)
+        self._names = MetricNames(Path(progress or "the output"), devices)
         self._fault = ""  # of reading the file
         self._bytes = 0
         self._tail = b""
@@ -92,7 +91,7 @@ class TrainerProgress:
         self._run = run
         self._path = run.metrics(attempt)
         self._offsets = Numbers()  # of counters that begin again with each attempt
-        self._events = EventLog(run.events(attempt), attempt)
+        self.events = EventLog(run.events(attempt), attempt)
         self._unwritten = b""
 
     def feed(self, output: bytes) -> None:
@@ -165,7 +164,7 @@ class TrainerProgress:
             if loss is not None and (step, loss) != self._evaluation:
                 self._evaluation = step, loss
                 times = {"time": values["time"]} if self._is_of_run(values) else {}
-                self._events.add("evaluation", step, values={"validation": loss}, **times)
+                self.events.add("evaluation", step, values={"validation": loss}, **times)
             values = {name: value for name, value in values.items() if name != VAL_LOSS}
             if not values.keys() - {"time", "step_time_s"}:
                 continue

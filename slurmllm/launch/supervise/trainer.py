@@ -26,7 +26,7 @@ from slurmllm.core.metrics.following import is_path, printing_rank
 from slurmllm.core.run.records import ByRank
 from slurmllm.core.run.rundir import RunDir, Stage
 from slurmllm.core.run.safe_files import os_error_text, write_whole
-from slurmllm.core.run.worker_files import PHASE_FILE, EventLog, PhaseWriter, diagnostic
+from slurmllm.core.run.worker_files import PHASE_FILE, PhaseWriter, diagnostic
 from slurmllm.core.slurm.error_texts import ChildProcess
 from slurmllm.core.slurm.setup import Variables
 from slurmllm.launch.supervise.launcher import Launcher
@@ -230,7 +230,6 @@ class TrainerObserver:
             rank=launcher.printing,
         )
         self._phases = PhaseWriter(phases)
-        self._events = EventLog(run.events(number), number)
         self._step: int | None = None
         self._had_steps = any(path != run.metrics(number) for path in run.metrics_files())
         self._expects_steps = self._command.progress is not None or self._had_steps
@@ -241,12 +240,6 @@ class TrainerObserver:
         self._newest = self._newest_checkpoint()
         self._missing = ""
         self._judged_at = time.monotonic() + _MISSING_S
-        self._evaluate = launcher.config.recipe.evaluate
-        self._keep = (
-            launcher.config.recipe.checkpoint.keep
-            if launcher.config.is_set("checkpoint.keep")
-            else None
-        )
 
     def observe(self) -> None:
         now = time.monotonic()
@@ -296,10 +289,12 @@ class TrainerObserver:
         if self._step is not None:
             self._phases.begin("stepping", self._step)
         if before is None or not before.complete or before.step != newest.step:
-            self._events.add("save", newest.step, message=str(newest.path))
-            old = self._keep and remove_old(self._run, self._command, self._keep, self._evaluate)
-            for path in old or ():
-                log.info("removed %s: checkpoint.keep is %s", path, self._keep)
+            self.progress.events.add("save", newest.step, message=str(newest.path))
+            config = self._launcher.config
+            if config.is_set("checkpoint.keep"):
+                keep = config.recipe.checkpoint.keep
+                for path in remove_old(self._run, self._command, keep, config.recipe.evaluate):
+                    log.info("removed %s: checkpoint.keep is %s", path, keep)
 
     def _follow(self, last: bool) -> None:
         """Read new steps; a reader's fault is no reason to end a trainer that trains."""

@@ -281,10 +281,10 @@ def test_a_trainer_that_prints_nothing_known(run: RunDir, tmp_path: Path) -> Non
     path.write_text('{"step": 1, "perplexity": 3.5}\n')
     follower.update()
     assert "none of its tags is known; there are perplexity; name it" in follower.missing()
-    follower = TrainerProgress(run, 0, str(path), {"loss": "perplexity"})
+    follower = TrainerProgress(run, 0, str(path))
     with path.open("a") as stream:
-        stream.write('{"step": 2, "perplexity": 3.25, "tokens": NaN}\n')
-        stream.write('{"step": 3, "perplexity": 3.0, "tokens": 64}\n')
+        stream.write('{"step": 2, "loss": 3.25, "tokens": NaN}\n')
+        stream.write('{"step": 3, "loss": 3.0, "tokens": 64}\n')
     follower.update()
     assert (follower.step, follower.missing()) == (3, "")
     assert [(row["step"], row["tokens"]) for row in rows_of(run)] == [(2, None), (3, 64)]
