@@ -30,10 +30,7 @@ if TYPE_CHECKING:
     metavar="FILE.png",
     help="Only measure and draw matrix size against utilization.",
 )
-@options.job_options(
-    "nodelist partition account qos reservation exclude time",
-    time="Time limit of the Slurm job: minutes, H:MM:SS or D-HH:MM:SS.  [default: 15]",
-)
+@options.job_options(options.ALLOCATION, time=options.ALLOCATION_TIME)
 @options.as_json
 def calibrate(
     cluster: str | None,
@@ -77,11 +74,7 @@ def calibrate(
     require_measurable(config)
     if out is not None:
         check_target(Path(out))
-    # The same command inside an allocation
-    command = ["calibrate", *([f"--cluster={cluster}"] if cluster else [])]
-    command += [f"--set={override}" for override in overrides]
-    if as_json:
-        command.append("--json")
+    command = ["calibrate", *options.arguments_inside(cluster, overrides, as_json)]
     for option, path in (("--out", out), ("--plot", plot)):
         command += [f"{option}={Path(path).resolve()}"] if path else []
     allocation = allocate_nodes(

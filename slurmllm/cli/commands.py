@@ -30,6 +30,10 @@ _ASCII = str.maketrans(
 )
 
 
+# The verb's name, the verb and its arguments
+Resolved = tuple[str | None, click.Command | None, list[str]]
+
+
 class GroupedCommand(click.Command):
     """A command with many options, which its help shows under headings.
 
@@ -78,9 +82,7 @@ class Verbs(click.Group):
                 raise
             raise click.UsageError(message, error.ctx) from error
 
-    def resolve_command(
-        self, ctx: click.Context, args: list[str]
-    ) -> tuple[str | None, click.Command | None, list[str]]:
+    def resolve_command(self, ctx: click.Context, args: list[str]) -> Resolved:
         path = f"{ctx.command_path} {args[0]}".split(maxsplit=1)[1]
         message = removed.verb_message(path)
         if message is not None and not ctx.resilient_parsing:

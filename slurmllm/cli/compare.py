@@ -38,7 +38,7 @@ class _Choices:
     by: Literal["step", "tokens", "samples"]
     of_logs: options.LogOptions
     shifts: Texts
-    steps: dict[str, int | None]
+    steps: options.StepRange
     plot: str | None
     html: str | None
 

@@ -42,11 +42,7 @@ _UNITS = {
 @commands.grouped(common="cluster nodes bandwidth set local json")
 @options.cluster
 @options.num_nodes(help="Number of nodes.  [default: 1]")
-@options.job_options(
-    "nodelist partition account qos reservation exclude time",
-    partition=_PARTITION,
-    time="Time limit of the Slurm job: minutes, H:MM:SS or D-HH:MM:SS.  [default: 15]",
-)
+@options.job_options(options.ALLOCATION, partition=_PARTITION, time=options.ALLOCATION_TIME)
 @click.option(
     "--bandwidth/--no-bandwidth",
     default=None,
@@ -89,10 +85,7 @@ def health(
     if bandwidth is None:
         bandwidth = config.cluster.health.bandwidth != "never"
     command = ["health", "--bandwidth" if bandwidth else "--no-bandwidth", f"--runs-dir={runs_dir}"]
-    command += [f"--cluster={cluster}"] if cluster else []
-    command += [f"--set={override}" for override in overrides]
-    if as_json:
-        command.append("--json")
+    command += options.arguments_inside(cluster, overrides, as_json)
     # salloc replaces this process and runs `command` inside the new allocation.
     allocation = allocate_nodes(
         config,

@@ -15,7 +15,7 @@ import click
 
 from slurmllm import __version__
 from slurmllm.cli import options
-from slurmllm.cli.commands import Verbs, ignore_output_errors, open_outputs
+from slurmllm.cli.commands import Resolved, Verbs, ignore_output_errors, open_outputs
 from slurmllm.core import removed
 from slurmllm.core.errors import (
     EXIT_INTERRUPTED,
@@ -101,9 +101,7 @@ class _Verbs(Verbs):
         except BrokenPipeError:  # `slurmllm logs RUN | head`
             raise _broken_pipe() from None
 
-    def resolve_command(
-        self, ctx: click.Context, args: list[str]
-    ) -> tuple[str | None, click.Command | None, list[str]]:
+    def resolve_command(self, ctx: click.Context, args: list[str]) -> Resolved:
         name = args[0]
         is_known = name in self.list_commands(ctx) or removed.verb_message(name) is not None
         if not (name.startswith("-") or is_known or ctx.resilient_parsing):

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from slurmllm.launch.submit.prepare import Precompile
 
 F = TypeVar("F", bound=Callable[..., Any])
+Decorator = Callable[[F], F]  # of a verb
+StepRange = dict[str, int | None]  # `from_step` and `to_step`
 Columns = Mapping[str, str | Callable[[Values], str]]  # by heading
 _Step = click.IntRange(min=0)
 _SIDE = re.compile(r"([A-Z]|#\d+):")  # as `curve_letter` names a source
@@ -62,7 +64,7 @@ def _completions(names: Sequence[str], begin: str) -> list[CompletionItem]:
 
 def grouped(
     name: str, kind: Callable[..., Any], fields: Iterable[str], *options: Callable[[Any], Any]
-) -> Callable[[F], F]:
+) -> Decorator[F]:
     """Add options to a verb, which gets the values of `fields` as one argument, made by `kind`."""
 
     def add(verb: F) -> F:
@@ -78,19 +80,19 @@ def grouped(
     return add
 
 
-def choice(option: str, choices: str, description: str, **more: Any) -> Callable[[F], F]:
+def choice(option: str, choices: str, description: str, **more: Any) -> Decorator[F]:
     """Add an option whose value is one of `choices`."""
     return click.option(
         *option.split(), type=click.Choice(choices.split()), help=description, **more
     )
 
 
-def flag(option: str, description: str) -> Callable[[F], F]:
+def flag(option: str, description: str) -> Decorator[F]:
     """Add an option without a value."""
     return click.option(*option.split(), is_flag=True, help=description)
 
 
-def repeatable(option: str, metavar: str, description: str, **more: Any) -> Callable[[F], F]:
+def repeatable(option: str, metavar: str, description: str, **more: Any) -> Decorator[F]:
     """Add an option that may be given several times."""
     return click.option(*option.split(), multiple=True, metavar=metavar, help=description, **more)
 
@@ -214,7 +216,7 @@ log_options = grouped(
 )
 
 
-def _steps(from_step: int | None, to_step: int | None) -> dict[str, int | None]:
+def _steps(from_step: int | None, to_step: int | None) -> StepRange:
     if from_step is not None and to_step is not None and from_step > to_step:
         raise UserError(f"--to-step {to_step} is less than --from-step {from_step}; swap them")
     return {"from_step": from_step, "to_step": to_step}
@@ -264,7 +266,7 @@ nodes = partial(
 )
 
 
-def job_options(names: str, **texts: str) -> Callable[[F], F]:
+def job_options(names: str, **texts: str) -> Decorator[F]:
     """Add options of Slurm jobs, in this order; `texts` are of other meaning for the verb."""
 
     def add(verb: F) -> F:
@@ -274,6 +276,18 @@ def job_options(names: str, **texts: str) -> Callable[[F], F]:
         return verb
 
     return add
+
+
+# Of a verb that allocates nodes, and runs again inside the allocation
+ALLOCATION = "nodelist partition account qos reservation exclude time"
+ALLOCATION_TIME = "Time limit of the Slurm job: minutes, H:MM:SS or D-HH:MM:SS.  [default: 15]"
+
+
+def arguments_inside(cluster: str | None, overrides: Texts, as_json: bool) -> list[str]:
+    """Return the arguments of a verb that it keeps inside its allocation."""
+    arguments = [f"--cluster={cluster}"] if cluster else []
+    arguments += [f"--set={override}" for override in overrides]
+    return [*arguments, "--json"] if as_json else arguments
 
 
 # Of submit and resume: fields of the recipe's section slurm, and options of both jobs.
@@ -298,7 +312,7 @@ class RunOptions(NamedTuple):
     as_json: bool
 
 
-def run_options(time: str) -> Callable[[F], F]:
+def run_options(time: str) -> Decorator[F]:
     """Add the options of submit and resume, which the verb gets as `shared`."""
     description = f"Time limit: minutes, H:MM:SS or D-HH:MM:SS.  [default: {time}]"
     job = (*_FIELDS, *_DIRECTIVES)
@@ -400,7 +414,7 @@ def plot(ending: str) -> Callable[[Any], Any]:
     return click.option("--plot", metavar="FILE.png", help=f"Write a plot to FILE.png{ending}")
 
 
-def plot_or_none(default: str) -> Callable[[F], F]:
+def plot_or_none(default: str) -> Decorator[F]:
     """Add --plot and --no-plot: `plot` is a file, empty for that of `default`, None for none."""
     no_plot = flag("--no-plot", "Do not write a plot.")
     ending = f".  [default: {default}]"

@@ -41,7 +41,7 @@ def spikes(
     sources: Texts,
     metric: str,
     of_logs: options.LogOptions,
-    steps: dict[str, int | None],
+    steps: options.StepRange,
     plot: str | None,
     runs_dir: Path,
     as_json: bool,

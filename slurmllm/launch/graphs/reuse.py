@@ -121,6 +121,11 @@ def measured_micro_batch(run: RunDir) -> int | None:
     return None if record is None else record.micro_batch
 
 
+def make_run_mesh(config: RunConfig, nodes: int, run: RunDir) -> Mesh:
+    """Return the mesh of a run, of a measured micro batch if it has one; MeshError."""
+    return make_mesh(config, nodes, measured_micro_batch(run))
+
+
 def has_all_graphs(
     config: RunConfig, nodes: int, local: bool, run: RunDir, is_other: bool = False
 ) -> bool:

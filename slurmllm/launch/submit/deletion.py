@@ -33,6 +33,9 @@ from slurmllm.train.checkpoint.holds import read_evaluations, save_evaluation
 log = logging.getLogger(__name__)
 
 
+Target = RunDir | SweepDir
+
+
 class CancelledJob(NamedTuple):
     """A job of a run, or the process of a run on this machine, and what was done to it."""
 
@@ -55,7 +58,7 @@ class CancelledRun:
 
 
 def cancel_jobs(
-    target: RunDir | SweepDir,
+    target: Target,
     client: SlurmClient,
     on_process: Callable[[CancelledJob], object] = lambda _: None,
 ) -> CancelledRun:
@@ -76,7 +79,7 @@ def cancel_jobs(
 
 
 def _cancel(
-    target: RunDir | SweepDir, client: SlurmClient, on_process: Callable[[CancelledJob], object]
+    target: Target, client: SlurmClient, on_process: Callable[[CancelledJob], object]
 ) -> CancelledRun:
     runs = [target] if isinstance(target, RunDir) else [*target.graph_runs(), *_cases(target)]
     jobs, cancelled = dict[str, RunDir](), list[CancelledJob]()
@@ -160,7 +163,7 @@ def _signal(pid: int, number: int) -> None:
 class Deletion(NamedTuple):
     """What is deleted of a run or a sweep."""
 
-    target: RunDir | SweepDir
+    target: Target
     paths: Sequence[Path]  # the directory; or all in it but the checkpoints, records first
     bytes: int  # that are freed
     checkpoints: int  # without those that are stored elsewhere, and linked
@@ -178,7 +181,7 @@ class Deletion(NamedTuple):
         }
 
 
-def find_deletable(name: str, root: Path) -> RunDir | SweepDir:
+def find_deletable(name: str, root: Path) -> Target:
     """Find a run, a sweep, or the checkpoints that a deletion has left; RunError."""
     for path in (root / name, Path(name).absolute()):
         if path != root.absolute() and _left_runs(path):
@@ -198,9 +201,7 @@ def _left_runs(path: Path) -> list[RunDir]:
     return []
 
 
-def plan_deletion(
-    target: RunDir | SweepDir, with_checkpoints: bool, client: SlurmClient
-) -> Deletion:
+def plan_deletion(target: Target, with_checkpoints: bool, client: SlurmClient) -> Deletion:
     """Return what is deleted; RunError if it is in use, or not wholly this user's to delete."""
     path = target.path
     if path.is_symlink():

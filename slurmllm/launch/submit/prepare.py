@@ -55,7 +55,6 @@ from slurmllm.plan.mesh import (
     Mesh,
     MeshError,
     adapt_to_nodes,
-    make_mesh,
     possible_nodes,
     replica_nodes,
     save_mesh,
@@ -382,7 +381,7 @@ def choose(request: RunRequest) -> RunLayout:
     nodes = _largest_node_count(config, request.nodes)
     try:
         config = adapt_to_nodes(config, nodes)
-        mesh = make_mesh(config, nodes, reuse.measured_micro_batch(run))
+        mesh = reuse.make_run_mesh(config, nodes, run)
     except MeshError as error:
         if not request.check_layout or config.cluster.hardware is None:
             raise
@@ -523,7 +522,7 @@ def site_faults(config: RunConfig, local: bool) -> list[str]:
 
 def render_run(config: RunConfig, nodes: int, run: RunDir, **fields: Any) -> PreparedRun:
     """Compute mesh and scripts, with `parallel.auto` resolved; write nothing; raise ConfigError."""
-    mesh = make_mesh(config, nodes, reuse.measured_micro_batch(run))
+    mesh = reuse.make_run_mesh(config, nodes, run)
     python = config.cluster.python or sys.executable
     return PreparedRun(
         config,

@@ -323,16 +323,14 @@ def run_sweep_locally(prepared: PreparedSweep, quiet: bool = False) -> dict[str,
         Exit code of each run that was started, by name; the first of them are of precompile.
     """
     codes = {}
-    for graphs in prepared.precompiles:
-        record_local(graphs)
-        codes[graphs.run.name] = run_locally(graphs, quiet, ["precompile"])
-        if codes[graphs.run.name] == EXIT_INTERRUPTED:
-            return codes
-    for run in prepared.runs:
+    precompiles = prepared.precompiles
+    for run in (*precompiles, *prepared.runs):
         if codes.get(str(run.graphs_from), EXIT_OK) != EXIT_OK:
             continue
         record_local(run, graphs_of=run.graphs_from)
-        codes[run.run.name] = run_locally(run, quiet)
+        codes[run.run.name] = run_locally(
+            run, quiet, ["precompile"] if run in precompiles else None
+        )
         if codes[run.run.name] == EXIT_INTERRUPTED:
             break
     return codes

@@ -247,6 +247,12 @@ def start_of_job(client: SlurmClient, job_id: str, restart_count: int) -> Accoun
     return rows[restart_count] if restart_count < len(rows) else None
 
 
+def accounted_state(client: SlurmClient, job_id: str) -> str:
+    """Return the state of the last start of a job; UNKNOWN without accounting, which may lag."""
+    rows = [row for row in client.accounting(job_id) if row.job_id == job_id]
+    return rows[-1].state if rows else "UNKNOWN"
+
+
 class HeldAllocation(SlurmAllocation):
     """The first nodes of an allocation that salloc holds, for `submit --in-allocation`."""
 

@@ -26,6 +26,7 @@ from slurmllm.core.run.rundir import STAGES, RunDir, Stage, SweepDir
 from slurmllm.core.run.safe_files import read_tail
 from slurmllm.core.slurm.client import ENDED_STATES, WAITING_STATES, QueuedJob, SlurmClient
 from slurmllm.core.slurm.error_texts import explain_waiting
+from slurmllm.launch.supervise.allocation import accounted_state
 from slurmllm.launch.supervise.attempts import another_runs, is_running, load_attempts
 from slurmllm.plan.mesh import load_mesh
 
@@ -429,8 +430,7 @@ def read_job_states(
                     remedy += f" (above {lead_s / 60:g}: slurm.signal_lead_s {lead_s})"
             jobs[stage] = JobState(job, queued.state, reason, meaning, remedy, ending)
         elif not enough:
-            rows = [row for row in client.accounting(job) if row.job_id == job]
-            jobs[stage] = JobState(job, rows[-1].state if rows else "UNKNOWN")
+            jobs[stage] = JobState(job, accounted_state(client, job))
     return jobs
 
 

@@ -124,6 +124,10 @@ def within_share(
     return [record.node for record in records if record.node in members][:limit]
 
 
+def recorded_exclusions(run: RunDir) -> ExcludedNodes:
+    return ExcludedNodes.find(run.excluded) or ExcludedNodes()
+
+
 def site_exclusions(client: SlurmClient, config: RunConfig, root: Path, run: RunDir) -> list[str]:
     """Return the nodes that the site excludes from a run's next job, strongest evidence first.
 
@@ -135,7 +139,7 @@ def site_exclusions(client: SlurmClient, config: RunConfig, root: Path, run: Run
     partition = str(
         slurm.directives.train.get("partition") or slurm.partition or config.cluster.partition or ""
     )
-    included = (ExcludedNodes.find(run.excluded) or ExcludedNodes()).included
+    included = recorded_exclusions(run).included
     try:
         effective = in_effect(
             [r for r in records if r.kind != "excluded" or included.get(r.node, 0.0) < r.since],

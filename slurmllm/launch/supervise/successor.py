@@ -22,7 +22,7 @@ from slurmllm.core.run.rundir import RunDir
 from slurmllm.core.slurm.client import Names, SlurmClient, retry_unreachable
 from slurmllm.core.slurm.setup import PREDECESSOR
 from slurmllm.launch.supervise import attempts
-from slurmllm.launch.supervise.allocation import Allocation, SlurmAllocation
+from slurmllm.launch.supervise.allocation import Allocation, SlurmAllocation, accounted_state
 from slurmllm.launch.supervise.classify import Ending
 from slurmllm.launch.supervise.run_lock import EXPIRES_S, locked
 
@@ -93,10 +93,8 @@ def _ended(run: RunDir, last: Submission, client: SlurmClient) -> str | None:
     # A supervisor may have no time to see that its job was cancelled, and not only preempted.
     job_id = str(last.train_job)
     job = retry_unreachable(lambda: client.queue([job_id])).get(job_id)
-    # slurmctld forgets an ended job, and accounting may lag behind.
-    rows = [] if job else [row for row in client.accounting(job_id) if row.job_id == job_id]
-    state = job.state if job else rows[-1].state if rows else "UNKNOWN"
-    if state != "CANCELLED":
+    # slurmctld forgets an ended job.
+    if (job.state if job else accounted_state(client, job_id)) != "CANCELLED":
         return None
     reason = f"Slurm: job {job_id} CANCELLED"
     if record is not None:

@@ -26,6 +26,7 @@ from slurmllm.core.errors import (
     SlurmllmError,
     StorageError,
 )
+from slurmllm.core.format import format_names
 from slurmllm.core.run.records import (
     AttemptRecord,
     NodeNames,
@@ -74,7 +75,7 @@ from slurmllm.launch.supervise.run_lock import (
 )
 from slurmllm.launch.supervise.side_processes import SideProcesses
 from slurmllm.launch.supervise.successor import cancel_successor, register_train_job, restart_of
-from slurmllm.plan.mesh import load_mesh, make_mesh, possible_nodes, save_mesh
+from slurmllm.plan.mesh import load_mesh, possible_nodes, save_mesh
 from slurmllm.train.checkpoint.selection import use_checkpoint
 
 RETURNS = ("requeue", "chain")  # actions that return a run to the queue
@@ -322,17 +323,13 @@ class Supervisor:
                 f"cannot use the graphs of {source.path}: {reason}; `slurmllm resume "
                 f"{self.run.name}` compiles them"
             )
-        save_mesh(
-            make_mesh(self.config, last.nodes, reuse.measured_micro_batch(self.run)), self.run.plan
-        )
+        save_mesh(reuse.make_run_mesh(self.config, last.nodes, self.run), self.run.plan)
 
     def _fit_mesh(self, nodes: int) -> None:
         """Write the mesh again if Slurm gave the job another number of nodes than the last one."""
         flexible = self.config.recipe.slurm.min_nodes is not None
         if flexible and load_mesh(self.run.plan).nodes != nodes:
-            save_mesh(
-                make_mesh(self.config, nodes, reuse.measured_micro_batch(self.run)), self.run.plan
-            )
+            save_mesh(reuse.make_run_mesh(self.config, nodes, self.run), self.run.plan)
             log.info("%d nodes: mesh and accumulation follow, the global batch stays", nodes)
 
     def _merge_new_graphs(self) -> None:
@@ -342,7 +339,7 @@ class Supervisor:
             log.warning("%s", error)  # the graphs can be compiled again
             return
         if names:
-            listed_names = ", ".join(names[:4]) + (" …" if len(names) > 4 else "")
+            listed_names = format_names(names, 4)
             log.info("graph cache: %d new graphs in the archive: %s", len(names), listed_names)
 
     def _act(self, closed: AttemptRecord) -> int:
