@@ -51,6 +51,11 @@ def file_system(path: Path) -> tuple[str, str]:
     return best
 
 
+def median_write_seconds(path: Path) -> float:
+    """Return the median time of some writes, as `write_seconds`."""
+    return statistics.median(write_seconds(path) for _ in range(NUM_WRITES))
+
+
 def write_seconds(path: Path) -> float:
     """Time the write of one record (temporary name, fsync, rename, fsync of the folder), s.
 
@@ -136,7 +141,7 @@ def shared_findings(cluster: Cluster, marker: Path, node: str) -> Findings:
         return
     path = folder / f".health-{node}"
     try:
-        seconds = round(statistics.median(write_seconds(path) for _ in range(NUM_WRITES)), 4)
+        seconds = round(median_write_seconds(path), 4)
     finally:
         path.unlink(missing_ok=True)
     message = f"a fsynced write to {folder} takes {seconds:.2f} s"
@@ -174,7 +179,7 @@ def storage_findings(
     try:
         with tempfile.TemporaryDirectory(prefix=".slurmllm-doctor-", dir=existing) as folder:
             path = Path(folder) / "record.json"
-            seconds = statistics.median(write_seconds(path) for _ in range(NUM_WRITES))
+            seconds = median_write_seconds(path)
             ahead_s = path.stat().st_mtime - time.time()
     except (OSError, SlurmllmError) as error:
         yield unfit(

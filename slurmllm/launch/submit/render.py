@@ -31,7 +31,7 @@ from slurmllm.core.slurm.container import (
 from slurmllm.core.slurm.limits import DEVICES, LimitCheck, check_limits, read_options
 from slurmllm.core.slurm.setup import SRUN_OPTIONS, VERSION, limits_script, setup_script
 from slurmllm.core.slurm.site import Site
-from slurmllm.launch.supervise.allocation import launch_line
+from slurmllm.launch.supervise.allocation import SLURMLLM, launch_line
 from slurmllm.plan.mesh import Mesh
 from slurmllm.train.backends.environment import (
     load_environment,
@@ -125,7 +125,7 @@ def render_evaluation(config: RunConfig, run: RunDir, step: int) -> str:
     python = container.python if container else config.cluster.python or sys.executable
     if container and container.srun_runs_it:
         prefix = ["srun", *prefix]
-    verb = [sys.executable, "-P", "-m", "slurmllm", "evaluate-checkpoint", str(run.path), str(step)]
+    verb = [*SLURMLLM, "evaluate-checkpoint", str(run.path), str(step)]
     return "\n".join(
         [
             "#!/bin/bash",

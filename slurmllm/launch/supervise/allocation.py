@@ -17,6 +17,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import TypeGuard
 
 from slurmllm.core.config.cluster import Cluster
 from slurmllm.core.config.resolve import RunConfig
@@ -238,6 +239,11 @@ class SlurmAllocation(Allocation):
         with suppress(SlurmError, KeyError):
             return self.client.queue([self.job_id])[self.job_id].state
         return "UNKNOWN"
+
+
+def is_requeued(allocation: Allocation) -> TypeGuard[SlurmAllocation]:
+    """Whether Slurm starts the job again."""
+    return allocation.requeues
 
 
 def start_of_job(client: SlurmClient, job_id: str, restart_count: int) -> AccountingRow | None:

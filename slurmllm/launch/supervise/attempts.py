@@ -192,8 +192,13 @@ def open_attempt(
 
 def log_attempt(record: AttemptRecord, message: str) -> None:
     """Log a line about an attempt; `logs` finds the attempts in a stage's log by its form."""
+    _log.info("%s: %s", name_of(record), message)
+
+
+def name_of(record: AttemptRecord) -> str:
+    """Return `train attempt 2 of job 7`."""
     job = f" of job {record.job_id}" if record.job_id else ""
-    _log.info("%s attempt %d%s: %s", record.stage, record.attempt, job, message)
+    return f"{record.stage} attempt {record.attempt}{job}"
 
 
 def close_attempt(

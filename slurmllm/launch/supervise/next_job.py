@@ -22,7 +22,7 @@ from slurmllm.core.run.rundir import STAGES, RunDir, Stage, storage_errors
 from slurmllm.core.run.safe_files import read_limited, write_error
 from slurmllm.core.slurm.client import PATIENCE_S, Names, retry_unreachable, wait_for
 from slurmllm.launch.supervise import attempts
-from slurmllm.launch.supervise.allocation import Allocation, SlurmAllocation
+from slurmllm.launch.supervise.allocation import Allocation, SlurmAllocation, is_requeued
 from slurmllm.launch.supervise.attempts import log_attempt
 from slurmllm.launch.supervise.classify import Ending
 from slurmllm.launch.supervise.exclusion import (
@@ -343,7 +343,7 @@ def requeue_unrecorded(
         ) from error
     wait_s = backoff_s(limits.backoff_s, starts)
     log.warning("%s; trying again in %.0f s", error, wait_s)
-    if isinstance(allocation, SlurmAllocation) and allocation.requeues:
+    if is_requeued(allocation):
         restart_mode = restart_of(run, allocation) if wait_writable(run, WRITABLE_S) else "requeue"
         if restart_mode == "none":
             raise error

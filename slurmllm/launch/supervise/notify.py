@@ -22,6 +22,7 @@ from slurmllm.core.run.records import CONTINUES, AttemptRecord
 from slurmllm.core.run.rundir import RunDir
 from slurmllm.core.run.worker_files import diagnostic
 from slurmllm.core.slurm.error_texts import Command
+from slurmllm.launch.supervise.attempts import name_of
 
 TIMEOUT_S = 10.0  # for a command to end
 LAST_WAIT_S = 5.0  # for what is under way when the supervisor exits
@@ -72,8 +73,7 @@ class Notifier:
         run = self.run
         if not notify.command or event not in notify.on:
             return
-        job = f" of job {record.job_id}" if record.job_id else ""
-        line = f"{run.name}: {record.stage} attempt {record.attempt}{job}: {ending}"
+        line = f"{run.name}: {name_of(record)}: {ending}"
         message = {
             "text": line if len(line) <= _LONGEST else f"{line[: _LONGEST - 1]}…",
             "event": event,

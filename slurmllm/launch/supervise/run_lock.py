@@ -34,7 +34,7 @@ from slurmllm.core.slurm.client import (
     retry_unreachable,
     wait_for,
 )
-from slurmllm.launch.supervise.allocation import Allocation, SlurmAllocation
+from slurmllm.launch.supervise.allocation import Allocation, SlurmAllocation, is_requeued
 from slurmllm.launch.supervise.attempts import (
     another_runs,
     load_attempts,
@@ -275,7 +275,7 @@ def lost_start(allocation: Allocation) -> str | None:
     the job as pending again while the batch script runs, and starts it once more: on another node,
     or on this one, which refuses a second copy and is drained ("Duplicate jobid").
     """
-    if not isinstance(allocation, SlurmAllocation) or not allocation.requeues:
+    if not is_requeued(allocation):
         return None
     job_id = allocation.job_id
     try:

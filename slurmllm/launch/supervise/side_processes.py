@@ -11,7 +11,6 @@ import math
 import os
 import signal
 import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -23,6 +22,7 @@ from slurmllm.core.run.safe_files import open_append
 from slurmllm.core.run.worker_files import diagnostic
 from slurmllm.core.slurm.client import wait_for
 from slurmllm.core.slurm.error_texts import ChildProcess
+from slurmllm.launch.supervise.allocation import SLURMLLM
 from slurmllm.train.control.rendezvous import die_with_parent
 
 # At the end of a run, for the last steps to be sent to trackers, the last checkpoint's evaluation
@@ -57,7 +57,7 @@ class SideProcesses:
     def _start(self, path: Path, *verb: str) -> None:
         if path in self.children and self.children[path].poll() is None:
             return
-        command = ["nice", "-n", "19", sys.executable, "-P", "-m", "slurmllm", *verb]
+        command = ["nice", "-n", "19", *SLURMLLM, *verb]
         # The exporter removes its file when the supervisor ends.
         orphaned_by = signal.SIGTERM if path == self.run.exporter_log else signal.SIGKILL
         with diagnostic(path.stem), os.fdopen(open_append(path), "wb", buffering=0) as output:

@@ -43,7 +43,12 @@ from slurmllm.launch.graphs import reuse
 from slurmllm.launch.graphs.archive import IncompleteGraphsError
 from slurmllm.launch.graphs.merge import merge_new_graphs, reject_graphs
 from slurmllm.launch.supervise import attempts
-from slurmllm.launch.supervise.allocation import Allocation, SlurmAllocation, current_allocation
+from slurmllm.launch.supervise.allocation import (
+    Allocation,
+    SlurmAllocation,
+    current_allocation,
+    is_requeued,
+)
 from slurmllm.launch.supervise.attempt_monitor import AttemptMonitor, Observations, StopSignals
 from slurmllm.launch.supervise.attempts import ending_of_orphaned, incarnation, log_attempt
 from slurmllm.launch.supervise.classify import LAUNCH_ENDINGS, Ending, classify
@@ -103,7 +108,7 @@ class Supervisor:
         self.stop = StopSignals()
         self.notifier = Notifier(run, self.config)
         self.side_processes = SideProcesses(run, self.config)
-        if stage == "train" and isinstance(allocation, SlurmAllocation) and allocation.requeues:
+        if stage == "train" and is_requeued(allocation):
             slurm = self.config.recipe.slurm
             used = len(allocation.nodes) - slurm.spare_nodes
             if slurm.min_nodes is not None and slurm.min_nodes < used:
@@ -165,7 +170,7 @@ class Supervisor:
         observed = Observations()
         try:
             check_setup_ran(__version__)
-            if self.stage == "train" and type(self.allocation) is SlurmAllocation:
+            if self.stage == "train" and is_requeued(self.allocation):
                 self.allocation.check_time_limit(self.config.recipe.slurm.signal_lead_s)
             if self.config.cluster.container is not None and record.attempt == 0:
                 check_container(__version__, paths_of(self.config.cluster.container))
@@ -353,7 +358,7 @@ class Supervisor:
         if newer is not None:
             log_attempt(closed, f"superseded by attempt {newer}: not requeued")
             return EXIT_NEGATIVE
-        if isinstance(self.allocation, SlurmAllocation) and self.allocation.requeues:
+        if is_requeued(self.allocation):
             closed = self.next_job.return_to_queue(
                 closed,
                 [name for name, fault in self._failing.items() if fault.evidence not in UNPROVEN],

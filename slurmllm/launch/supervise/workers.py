@@ -37,6 +37,7 @@ from slurmllm.core.slurm.client import wait_for
 from slurmllm.core.slurm.error_texts import ChildProcess, StopCheck
 from slurmllm.core.slurm.setup import Variables
 from slurmllm.launch.graphs.reuse import sharing, threads_of
+from slurmllm.launch.supervise.allocation import SLURMLLM
 from slurmllm.launch.supervise.classify import is_echo
 from slurmllm.launch.supervise.collectives import collect_dumps, query_ras
 from slurmllm.launch.supervise.rank_logs import RankLogs
@@ -183,10 +184,7 @@ class Workers:
 
     def start_worker(self, rank: int, environment: Variables) -> ChildProcess:
         command = [
-            sys.executable,
-            "-P",
-            "-m",
-            "slurmllm",
+            *SLURMLLM,
             "worker",
             str(self.run.path),
             "--stage",
