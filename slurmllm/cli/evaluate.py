@@ -308,18 +308,18 @@ def _directives(store: RunDir) -> dict[str, str | bool]:
 
 def _score_progress(jobs: Sequence[JobRequest]) -> Callable[[], None]:
     """Return a function that prints a line on stderr for each new or changed score file."""
+    pending = {
+        job.score_file(task): f"step {job.model.step}, {job.title(task)}"
+        for job in jobs
+        for task in job.tasks
+    }
     # By time and not by existence: --force replaces files.
-    before = {path: _mtime(path) for job in jobs for path in map(job.score_file, job.tasks)}
-    pending = [(job, task) for job in jobs for task in job.tasks]
-    total = len(pending)
+    before = {path: _mtime(path) for path in pending}
 
     def show() -> None:
-        for job, task in list(pending):
-            path = job.score_file(task)
-            if _mtime(path) != before[path]:
-                pending.remove((job, task))
-                done = total - len(pending)
-                options.note(f"{done} of {total}: step {job.model.step}, {job.title(task)}")
+        for path in [path for path in pending if _mtime(path) != before[path]]:
+            title = pending.pop(path)
+            options.note(f"{len(before) - len(pending)} of {len(before)}: {title}")
 
     return show
 

@@ -6,13 +6,12 @@ import os
 import sys
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 from click.exceptions import Exit
 
-if TYPE_CHECKING:
-    from slurmllm.core.run.rundir import Stage
+from slurmllm.core.log import setup_logging
+from slurmllm.core.run.rundir import RunDir, Stage
 
 _RUN = click.argument("run", type=click.Path(exists=True, file_okay=False, path_type=Path))
 _STAGE = click.option("--stage", type=click.Choice(["precompile", "train"]), required=True)
@@ -24,8 +23,6 @@ _ATTEMPT = click.option("--attempt", type=int, required=True)
 @_STAGE
 def supervise(run: Path, stage: Stage) -> None:
     """Run one attempt of a stage on this allocation (called by the batch script)."""
-    from slurmllm.core.log import setup_logging
-    from slurmllm.core.run.rundir import RunDir
     from slurmllm.launch.supervise.supervisor import supervise as run_supervisor
 
     setup_logging()
@@ -40,8 +37,6 @@ def launch(run: Path, stage: Stage, attempt: int) -> None:
     """Start this node's workers (called by the supervisor through srun)."""
     from slurmllm.core.config.load import load
     from slurmllm.core.errors import NodeError
-    from slurmllm.core.log import setup_logging
-    from slurmllm.core.run.rundir import RunDir
     from slurmllm.launch.supervise.launcher import Launcher
 
     setup_logging()
@@ -62,9 +57,6 @@ def launch(run: Path, stage: Stage, attempt: int) -> None:
 @_ATTEMPT
 def worker(run: str, stage: Stage, attempt: int) -> None:
     """Run one worker of an attempt of RUN, a run directory (called by the launcher)."""
-    from slurmllm.core.log import setup_logging
-    from slurmllm.core.run.rundir import RunDir
-
     # Before the import of torch, which takes seconds and may warn.
     rank = os.environ.get("RANK", "")
     setup_logging(int(rank) if rank.isdigit() else None)
@@ -89,9 +81,7 @@ def evaluate_checkpoint(run: Path, step: int | None) -> None:
     from slurmllm.analysis.evaluate import evaluator
     from slurmllm.cli.track import stop_event
     from slurmllm.core.config.load import load
-    from slurmllm.core.log import setup_logging
     from slurmllm.core.run.records import JobsRecord
-    from slurmllm.core.run.rundir import RunDir
     from slurmllm.core.slurm.client import SlurmClient
 
     setup_logging()

@@ -430,14 +430,17 @@ def _plot_or_none(plot: str | None, no_plot: bool) -> str | None:
 
 def check_picture(plot: str | None, option: str = "--plot") -> None:
     """Raise UserError if a picture cannot be written, before any work is done."""
-    if plot is not None and Path(plot).suffix.lower() != ".png":
-        raise UserError(f"{option} {plot}: pictures are PNG files; use {Path(plot).stem}.png")
+    _check_suffix(option, plot, "pictures are PNG files; use", ".png")
 
 
 def check_page(option: str, path: str | None) -> None:
     """Raise UserError if the name of an HTML page has another suffix."""
-    if path is not None and Path(path).suffix.lower() not in (".html", ".htm"):
-        raise UserError(f"{option} {path}: the page is HTML; name it {Path(path).stem}.html")
+    _check_suffix(option, path, "the page is HTML; name it", ".html", ".htm")
+
+
+def _check_suffix(option: str, path: str | None, reason: str, *suffixes: str) -> None:
+    if path is not None and Path(path).suffix.lower() not in suffixes:
+        raise UserError(f"{option} {path}: {reason} {Path(path).stem}{suffixes[0]}")
 
 
 def check_folder(option: str, path: str | None) -> None:

@@ -102,7 +102,8 @@ def plan(**values: Any) -> None:
     Exit codes: 0 success; 2 nothing fits, or invalid options; 4 a file
     cannot be written.
     """
-    from slurmllm.plan.recipe_plan import node_counts
+    from slurmllm.plan import output
+    from slurmllm.plan.recipe_plan import node_counts, plan_warnings
 
     request = _Request(**values)
     options.check_picture(request.plot)
@@ -117,14 +118,6 @@ def plan(**values: Any) -> None:
         raise UserError("no RECIPE given; `slurmllm recipes` lists them")
     if not counts:
         raise UserError("--nodes is missing; write for instance --nodes 16 or --nodes 4,8,16")
-    _plan(request, counts)
-
-
-def _plan(request: _Request, counts: Sequence[int]) -> None:
-    """Plan recipes on profiles and node counts, and print or write the tables."""
-    from slurmllm.plan import output
-    from slurmllm.plan.recipe_plan import plan_warnings
-
     plans = _plan_recipes(request, counts)
     fits = any(plan.fits for plan in plans)
     if fits:

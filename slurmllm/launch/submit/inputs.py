@@ -14,7 +14,7 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from slurmllm.core import plugins
 from slurmllm.core.config.data_sources import read_source
@@ -246,10 +246,14 @@ def plugin_faults(config: RunConfig) -> list[str]:
     environment = {**os.environ, **public, "CUDA_VISIBLE_DEVICES": ""}
     # -P: a file in the current folder must not shadow a module.
     command = [cluster.python or sys.executable, "-P", "-m", "slurmllm.train.plugins"]
-    options: dict[str, Any] = {"env": environment, "capture_output": True, "text": True}
     try:
         done = subprocess.run(
-            command, input=json.dumps(config.values()), timeout=LIMIT_S, **options
+            command,
+            input=json.dumps(config.values()),
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=LIMIT_S,
         )
         last = done.stderr.strip().rpartition("\n")[2] or "no output"
         faults = [f"plugins: the process that imports them failed: {last}"]

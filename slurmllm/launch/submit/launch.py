@@ -358,10 +358,9 @@ class LocalJob:
     quiet: bool
     allocation: str | None = None
     umask: int = -1  # of the script; -1: this process's
-
-    def __post_init__(self) -> None:
-        self.interrupts = self.restarts = 0
-        self.process: subprocess.Popen[str] | None = None
+    interrupts: int = 0
+    restarts: int = 0
+    process: subprocess.Popen[str] | None = None
 
     def run_to_end(self) -> int:
         while True:

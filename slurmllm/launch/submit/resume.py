@@ -57,23 +57,19 @@ def require_ended(run: RunDir, client: SlurmClient, force: bool = False) -> Subm
             f"{run.name} may still be running: {process} runs it or its sweep; `slurmllm cancel` "
             f"there, or `slurmllm resume {run.name} --force` if that process is gone"
         )
-    active = last is not None and process is None and is_active(run, client)
-    if active:
-        records = read_records(run, read_summary(run.config))
-        if records.ended or records.cancelled:
-            log.warning(
-                "waiting up to %.0f s for the last processes of %s to end", _ENDING_S, run.name
-            )
-            active = not wait_for(lambda: not is_active(run, client), _ENDING_S, _POLL_S)
-            if active:
-                raise RunError(
-                    f"the last processes of {run.name} still run; type this command again when "
-                    "`squeue` no longer shows its jobs"
-                )
-    if active:
+    if last is None or process is not None or not is_active(run, client):
+        return last
+    records = read_records(run, read_summary(run.config))
+    if not (records.ended or records.cancelled):
         raise RunError(
             f"{run.name} is pending or running; follow it with `slurmllm status {run.name}` or "
             f"`slurmllm cancel {run.name}` first"
+        )
+    log.warning("waiting up to %.0f s for the last processes of %s to end", _ENDING_S, run.name)
+    if not wait_for(lambda: not is_active(run, client), _ENDING_S, _POLL_S):
+        raise RunError(
+            f"the last processes of {run.name} still run; type this command again when "
+            "`squeue` no longer shows its jobs"
         )
     return last
 

@@ -21,6 +21,7 @@ from slurmllm.core.format import Json
 from slurmllm.core.run.records import CONTINUES, AttemptRecord
 from slurmllm.core.run.rundir import RunDir
 from slurmllm.core.run.worker_files import diagnostic
+from slurmllm.core.slurm.client import wait_for
 from slurmllm.core.slurm.error_texts import Command
 from slurmllm.launch.supervise.attempts import name_of
 
@@ -61,11 +62,12 @@ class Notifier:
 
     def wait(self) -> None:
         """Wait for what is under way; not at all after a notification that took too long."""
-        deadline = time.monotonic() + LAST_WAIT_S
-        for thread in self._sending:
-            while thread.is_alive() and not self._slow and time.monotonic() < deadline:
-                thread.join(0.05)
-        if any(thread.is_alive() for thread in self._sending):
+
+        def is_under_way() -> bool:
+            return any(thread.is_alive() for thread in self._sending)
+
+        wait_for(lambda: self._slow or not is_under_way(), LAST_WAIT_S, 0.05)
+        if is_under_way():
             log.warning("notification: not delivered before the end of the supervisor")
 
     def send(self, event: NotifyEvent, record: AttemptRecord, ending: str) -> None:
