@@ -119,10 +119,9 @@ def _check_choice(name: str, value: str | None, choices: Iterable[str]) -> None:
         raise errors.UserError(f"{name} {value!r}: give {' or '.join(choices)}")
 
 
-def _check_positive(**values: int | None) -> None:
-    for name, value in values.items():
-        if value is not None and value < 1:
-            raise errors.UserError(f"{name} {value}: give 1 or more")
+def _check_positive(name: str, value: int | None) -> None:
+    if value is not None and value < 1:
+        raise errors.UserError(f"{name} {value}: give 1 or more")
 
 
 def _config_of(recipe: RunConfig | str, local: bool = False) -> RunConfig:
@@ -291,7 +290,7 @@ def export_checkpoint(
     from slurmllm.train.checkpoint.formats.safetensors_files import WEIGHT_TYPES
 
     _check_choice("dtype", dtype, WEIGHT_TYPES)
-    _check_positive(shard_bytes=shard_bytes)
+    _check_positive("shard_bytes", shard_bytes)
     file = None if tokenizer is None else Path(tokenizer)
     return export_model(str(checkpoint), runs_root(runs_dir), Path(out), dtype, file, shard_bytes)
 
@@ -353,7 +352,7 @@ def read_logs(
     _check_choice("stage", stage, STAGES)
     if rank is not None and all_ranks:
         raise errors.UserError("rank and all_ranks: each selects workers; give one of them")
-    _check_positive(lines=lines)
+    _check_positive("lines", lines)
     run_dir = find_run(run, runs_root(runs_dir))
     selection = select_logs(run_dir, stage, attempt, rank, None, lines, all_ranks)
     state = partial(state_text, run_dir, SlurmClient())

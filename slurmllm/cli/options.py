@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from slurmllm.launch.submit.prepare import Precompile
 
 F = TypeVar("F", bound=Callable[..., Any])
-Decorator = Callable[[F], F]  # of a verb
 StepRange = dict[str, int | None]  # `from_step` and `to_step`
 Columns = Mapping[str, str | Callable[[Values], str]]  # by heading
 _Step = click.IntRange(min=0)
@@ -64,7 +63,7 @@ def _completions(names: Sequence[str], begin: str) -> list[CompletionItem]:
 
 def grouped(
     name: str, kind: Callable[..., Any], fields: Iterable[str], *options: Callable[[Any], Any]
-) -> Decorator[F]:
+) -> Callable[[F], F]:
     """Add options to a verb, which gets the values of `fields` as one argument, made by `kind`."""
 
     def add(verb: F) -> F:
@@ -80,19 +79,19 @@ def grouped(
     return add
 
 
-def choice(option: str, choices: str, description: str, **more: Any) -> Decorator[F]:
+def choice(option: str, choices: str, description: str, **more: Any) -> Callable[[F], F]:
     """Add an option whose value is one of `choices`."""
     return click.option(
         *option.split(), type=click.Choice(choices.split()), help=description, **more
     )
 
 
-def flag(option: str, description: str) -> Decorator[F]:
+def flag(option: str, description: str) -> Callable[[F], F]:
     """Add an option without a value."""
     return click.option(*option.split(), is_flag=True, help=description)
 
 
-def repeatable(option: str, metavar: str, description: str, **more: Any) -> Decorator[F]:
+def repeatable(option: str, metavar: str, description: str, **more: Any) -> Callable[[F], F]:
     """Add an option that may be given several times."""
     return click.option(*option.split(), multiple=True, metavar=metavar, help=description, **more)
 
@@ -266,7 +265,7 @@ nodes = partial(
 )
 
 
-def job_options(names: str, **texts: str) -> Decorator[F]:
+def job_options(names: str, **texts: str) -> Callable[[F], F]:
     """Add options of Slurm jobs, in this order; `texts` are of other meaning for the verb."""
 
     def add(verb: F) -> F:
@@ -312,7 +311,7 @@ class RunOptions(NamedTuple):
     as_json: bool
 
 
-def run_options(time: str) -> Decorator[F]:
+def run_options(time: str) -> Callable[[F], F]:
     """Add the options of submit and resume, which the verb gets as `shared`."""
     description = f"Time limit: minutes, H:MM:SS or D-HH:MM:SS.  [default: {time}]"
     job = (*_FIELDS, *_DIRECTIVES)
@@ -414,7 +413,7 @@ def plot(ending: str) -> Callable[[Any], Any]:
     return click.option("--plot", metavar="FILE.png", help=f"Write a plot to FILE.png{ending}")
 
 
-def plot_or_none(default: str) -> Decorator[F]:
+def plot_or_none(default: str) -> Callable[[F], F]:
     """Add --plot and --no-plot: `plot` is a file, empty for that of `default`, None for none."""
     no_plot = flag("--no-plot", "Do not write a plot.")
     ending = f".  [default: {default}]"

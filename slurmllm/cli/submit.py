@@ -191,31 +191,32 @@ def print_warnings(prepared: PreparedRun) -> None:
 
 def _print_scripts(prepared: PreparedRun, summary: Values) -> None:
     """Print what a resume changes, scripts, workers' environment, and backend's arguments."""
+    echo = click.echo
     import yaml
 
     if prepared.fit is not None and prepared.fit.chosen:
-        click.echo(f"# ── the planner's choice\n{prepared.fit.line()}\n")
+        echo(f"# ── the planner's choice\n{prepared.fit.line()}\n")
     if prepared.run.jobs.is_file():
-        click.echo(f"# ── the run continues from step {summary['from_step']}")
+        echo(f"# ── the run continues from step {summary['from_step']}")
     for path, (before, after) in prepared.changes.items():
-        click.echo(f"# ── changed: {path}, from {before} to {after}")
+        echo(f"# ── changed: {path}, from {before} to {after}")
     for variable, name in summary["defaults"].items():
-        click.echo(f"# ── default of this shell, which nothing else sets: {variable} is --{name}")
+        echo(f"# ── default of this shell, which nothing else sets: {variable} is --{name}")
     if (line := prepared.command_line) is not None:
-        click.echo(f"# ── the command, {prepared.config.workers_per_node} on each node\n{line}\n")
+        echo(f"# ── the command, {prepared.config.workers_per_node} on each node\n{line}\n")
     if (epochs := _epochs_text(prepared)) is not None:
-        click.echo(f"# ── data: {epochs}")
+        echo(f"# ── data: {epochs}")
     if "precompile" not in prepared.stages:
-        click.echo("# ── no precompile stage")
+        echo("# ── no precompile stage")
     for stage in prepared.stages:
-        click.echo(f"# ── {prepared.run.script(stage)}")
-        click.echo(prepared.scripts[stage])
-    click.echo("# ── the workers' environment")
+        echo(f"# ── {prepared.run.script(stage)}")
+        echo(prepared.scripts[stage])
+    echo("# ── the workers' environment")
     rows = ((row["name"], row["value"] or "''", row["source"]) for row in summary["environment"])
     print_table(("variable", "value", "source"), rows, fold="value")
     if arguments := summary["backend_arguments"]:
-        click.echo(f"\n# ── arguments of backend {prepared.config.backend}")
-        click.echo(yaml.safe_dump(arguments, sort_keys=False), nl=False)
+        echo(f"\n# ── arguments of backend {prepared.config.backend}")
+        echo(yaml.safe_dump(arguments, sort_keys=False), nl=False)
 
 
 def _print_facts(prepared: PreparedRun, **more: str | None) -> None:

@@ -87,7 +87,7 @@ class SubmittedRun:
     def to_dict(self) -> Json:
         """Return it for JSON, as `slurmllm submit --json` prints it."""
         prepared = self.prepared
-        run = self.prepared.run
+        run = prepared.run
         planner = None if prepared.fit is None else prepared.fit.to_json()
         if self.sent is None:
             config = prepared.config

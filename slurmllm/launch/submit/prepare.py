@@ -494,7 +494,8 @@ def _largest_node_count(config: RunConfig, nodes: int) -> int:
 
 def site_faults(config: RunConfig, local: bool) -> list[str]:
     """Return the faults of a run's settings for this site that are known on this machine."""
-    notify = config.recipe.slurm.notify
+    recipe = config.recipe
+    notify = recipe.slurm.notify
     faults = setup_faults(config.cluster.setup)
     faults += container_faults(config.cluster, local)
     if config.cluster.runs_group and (reason := group_error(config.cluster.runs_group)):
@@ -504,11 +505,11 @@ def site_faults(config: RunConfig, local: bool) -> list[str]:
             f"slurm.notify.command: {notify.command[0]} is no program that can be run here; "
             "name an executable file with its folder"
         )
-    if config.recipe.trackers and config.cluster.trackers.network:
-        faults += missing_for_trackers(config, config.recipe.trackers)
-    suite = config.recipe.evaluate and config.recipe.evaluate.suite
+    if recipe.trackers and config.cluster.trackers.network:
+        faults += missing_for_trackers(config, recipe.trackers)
+    suite = recipe.evaluate and recipe.evaluate.suite
     file = f"{suite}{'' if '/' in str(suite) else '.yaml'}"
-    if suite and config.recipe.command is not None:
+    if suite and recipe.command is not None:
         faults.append("evaluate.suite reads only slurmllm's own checkpoints; set evaluate.command")
     # An absolute path replaces the folder of the shipped ones.
     elif suite and not (shipped_dir() / "configs" / "evaluation" / file).is_file():

@@ -260,9 +260,11 @@ def _exports(config: RunConfig, run: RunDir, python: str) -> list[str]:
         variables = {CONTAINER_PYTHON: container.python, "LOGNAME": login_name()}
         if not container.srun_runs_it:
             variables[CONTAINER] = shlex.join(_container_prefix(config, run))
-    variables["SLURMLLM_RUN"] = str(run.path)
-    variables["SLURMLLM_PYTHON"] = python
-    variables["SLURMLLM_CACHE"] = node_local_cache(config, run)
+    variables |= {
+        "SLURMLLM_RUN": str(run.path),
+        "SLURMLLM_PYTHON": python,
+        "SLURMLLM_CACHE": node_local_cache(config, run),
+    }
     if cluster.python:
         variables[VERSION] = __version__
     if srun:

@@ -50,25 +50,26 @@ def require_ended(run: RunDir, client: SlurmClient, force: bool = False) -> Subm
 
     `force`: a process that cannot be seen from this machine counts as ended.
     """
+    name = run.name
     last = last_submission(run)
     process = sweep_process(run) if last is None else process_elsewhere(run, client)
     if process is not None and not force:
         raise RunError(
-            f"{run.name} may still be running: {process} runs it or its sweep; `slurmllm cancel` "
-            f"there, or `slurmllm resume {run.name} --force` if that process is gone"
+            f"{name} may still be running: {process} runs it or its sweep; `slurmllm cancel` "
+            f"there, or `slurmllm resume {name} --force` if that process is gone"
         )
     if last is None or process is not None or not is_active(run, client):
         return last
     records = read_records(run, read_summary(run.config))
     if not (records.ended or records.cancelled):
         raise RunError(
-            f"{run.name} is pending or running; follow it with `slurmllm status {run.name}` or "
-            f"`slurmllm cancel {run.name}` first"
+            f"{name} is pending or running; follow it with `slurmllm status {name}` or "
+            f"`slurmllm cancel {name}` first"
         )
-    log.warning("waiting up to %.0f s for the last processes of %s to end", _ENDING_S, run.name)
+    log.warning("waiting up to %.0f s for the last processes of %s to end", _ENDING_S, name)
     if not wait_for(lambda: not is_active(run, client), _ENDING_S, _POLL_S):
         raise RunError(
-            f"the last processes of {run.name} still run; type this command again when "
+            f"the last processes of {name} still run; type this command again when "
             "`squeue` no longer shows its jobs"
         )
     return last

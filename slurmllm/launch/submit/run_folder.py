@@ -90,21 +90,22 @@ def claim_run(root: Path, name: str | None, recipe: str, cluster: Cluster) -> Ru
     """
     while True:
         run = new_run(root, name, recipe)
-        with storage_errors(f"cannot make {run.path}", "choose another --runs-dir"):
+        path = run.path
+        with storage_errors(f"cannot make {path}", "choose another --runs-dir"):
             try:
                 _make_folder(cluster, root)
                 if name is not None and _is_left_behind(run):
-                    if not SweepDir(run.path).record.exists():
+                    if not SweepDir(path).record.exists():
                         return run
-                    shutil.rmtree(run.path)
+                    shutil.rmtree(path)
                 # Atomic, on NFS too: the name belongs to who created it.
-                run.path.mkdir(mode=0o777 & ~run_umask(cluster))
+                path.mkdir(mode=0o777 & ~run_umask(cluster))
                 if (group := cluster.runs_group) is not None:
                     if error := group_error(group):
-                        raise PermissionError(errno.EPERM, error, str(run.path))
-                    os.chown(run.path, -1, group_id(group) or 0)
+                        raise PermissionError(errno.EPERM, error, str(path))
+                    os.chown(path, -1, group_id(group) or 0)
                     # Afterwards: chown clears the setgid bit.
-                    run.path.chmod(stat.S_IMODE(run.path.stat().st_mode) | stat.S_ISGID)
+                    path.chmod(stat.S_IMODE(path.stat().st_mode) | stat.S_ISGID)
                 return run
             except FileExistsError:  # another submit was faster: take the next name
                 if not root.is_dir():

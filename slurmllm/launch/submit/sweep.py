@@ -322,7 +322,7 @@ def run_sweep_locally(prepared: PreparedSweep, quiet: bool = False) -> dict[str,
     Returns:
         Exit code of each run that was started, by name; the first of them are of precompile.
     """
-    codes = {}
+    codes = dict[str, int]()
     precompiles = prepared.precompiles
     for run in (*precompiles, *prepared.runs):
         if codes.get(str(run.graphs_from), EXIT_OK) != EXIT_OK:

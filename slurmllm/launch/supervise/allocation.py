@@ -163,13 +163,13 @@ class SlurmAllocation(Allocation):
         chosen = [left[0], *sorted(left[1:], key=avoid.__contains__)][:count]
         return tuple(filter(chosen.__contains__, left))  # in Slurm's order
 
-    def give_up(self, lost: Collection[str]) -> None:
+    def give_up(self, lost_nodes: Collection[str]) -> None:
         """Release lost nodes, so that Slurm does not end the job when it marks them as down.
 
         Not --no-kill: with it, a job whose batch host dies keeps its nodes until the time limit.
         Raises a SlurmError if Slurm does not let jobs shrink.
         """
-        left = tuple(name for name in self.all_nodes if name not in lost)
+        left = tuple(name for name in self.all_nodes if name not in lost_nodes)
         if left != self.all_nodes:
             self.client.shrink(self.job_id, left)
             self.all_nodes = left
@@ -270,7 +270,7 @@ class HeldAllocation(SlurmAllocation):
         self.nodes = self.all_nodes[: int(os.environ[HELD_NODES])]
         self.restart_count = self._here.restart_count
 
-    def give_up(self, lost: Collection[str]) -> None:
+    def give_up(self, lost_nodes: Collection[str]) -> None:
         """Nothing: the allocation is the user's."""
 
     def state(self) -> str:

@@ -151,7 +151,6 @@ def open_attempt(
     run: RunDir, stage: Stage, config: RunConfig, allocation: Allocation
 ) -> AttemptRecord:
     """Begin the next attempt and write its record; raises StorageError if that is impossible."""
-    steps = []
     newest, passed_over = None, tuple[PassedOver, ...]()
     if (command := config.recipe.command) is None:
         steps = saved_steps(run, config)

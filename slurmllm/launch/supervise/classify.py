@@ -201,7 +201,7 @@ def _reported_endings(evidence: Evidence) -> _Rows:
         yield Ending(
             "superseded", (f"superseded by attempt {evidence.superseded_by} of another supervisor",)
         )
-    incomplete = tuple(evidence.uncompiled) if evidence.finished else ()
+    incomplete = evidence.uncompiled if evidence.finished else ()
     if evidence.finished and not incomplete:
         unfinished = evidence.trainer.unfinished
         workers = len(evidence.exit_codes)

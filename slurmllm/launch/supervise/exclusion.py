@@ -278,7 +278,7 @@ def failed_nodes(allocation: Allocation) -> list[str] | None:
 def nodes_to_avoid(
     client: SlurmClient,
     script: str,
-    lost: Names,
+    lost_nodes: Names,
     excluded_before: Names,
     job_id: str | None = None,
     held_nodes: Collection[str] = (),
@@ -289,15 +289,15 @@ def nodes_to_avoid(
     as unusable or they respond. `job_id` is this process's job, and `held_nodes` are its nodes;
     without a job, no node is asked to respond.
     """
-    candidates = list(dict.fromkeys([*lost, *excluded_before]))
-    names = " ".join(lost)
+    candidates = list(dict.fromkeys([*lost_nodes, *excluded_before]))
+    names = " ".join(lost_nodes)
     deadline = time.monotonic() + SLURM_NOTICE_S
     waits = False
     while True:
-        for count in range(len(candidates), max(len(lost), 1) - 1, -1):
+        for count in range(len(candidates), max(len(lost_nodes), 1) - 1, -1):
             if retry_unreachable(partial(client.can_start, script, candidates[:count])):
                 return sorted(candidates[:count])
-        if not lost or time.monotonic() > deadline:
+        if not lost_nodes or time.monotonic() > deadline:
             return []
         if not waits:
             log.info("no spare node for %s: waiting until Slurm notices the loss", names)
@@ -305,11 +305,11 @@ def nodes_to_avoid(
         states = retry_unreachable(client.node_states)
         # Slurm's messages are forwarded from node to node (TreeWidth), so that healthy nodes behind
         # a lost one show as not responding too (`allocated*`), until slurmctld's next ping.
-        healthy = {*held_nodes} & {*states} - {*lost}
+        healthy = {*held_nodes} & {*states} - {*lost_nodes}
         is_temporary = any(_NOT_RESPONDING.match(states[name]) for name in healthy)
-        if not is_temporary and not all(usable(states.get(name, "unknown")) for name in lost):
+        if not is_temporary and not all(usable(states.get(name, "unknown")) for name in lost_nodes):
             return []
-        if job_id is not None and all(client.responds(job_id, name) for name in lost):
+        if job_id is not None and all(client.responds(job_id, name) for name in lost_nodes):
             log.info("no spare node for %s, which responds: not excluded", names)
             return []
         time.sleep(POLL_S)

@@ -86,25 +86,26 @@ class Launcher(Workers):
         return 1 if failed else 0
 
     def _prepare(self) -> None:
-        recipe = self.config.recipe
+        config = self.config
+        recipe = config.recipe
         plugins = versions(recipe.plugin_refs, recipe.plugins)
-        if self.config.cluster.setup or self.config.cluster.container:
+        if config.cluster.setup or config.cluster.container:
             # Again: cluster.setup and an image may have changed the variables.
-            variables = worker_environment(self.config, self.run).items()
+            variables = worker_environment(config, self.run).items()
             os.environ.update({n: v.value for n, v in variables if not is_secret(n, v.value)})
-        self.processor = node_processor(self.config)
+        self.processor = node_processor(config)
         self.versions = {**self.backend.versions(), **self.processor}
         short = {n: v for n, v in self.processor.items() if n in ("cpu_capability", "gpu")}
         self.save(versions={**self.backend.node_versions(), **short, **plugins})
-        self.cache = make_cache_folder(self.config, self.run)
+        self.cache = make_cache_folder(config, self.run)
         if self.processor:  # nodes may share a disk, and a disk may get another processor
             digest = hashlib.sha256(str(self.processor).encode()).hexdigest()[:8]
             self.cache = self.cache.with_name(f"{self.cache.name}-{digest}")
         variables = self.backend.cache_variables(str(self.cache)).items()
-        configured = {**self.config.cluster.env, **recipe.env}
+        configured = {**config.cluster.env, **recipe.env}
         os.environ.update({n: v.value for n, v in variables if n not in configured})
         os.environ["SLURMLLM_CACHE"] = str(self.cache)
-        collect_leftovers(self.config, self.run, self.stage, self.attempt.number)
+        collect_leftovers(config, self.run, self.stage, self.attempt.number)
 
     def _submit_new_graphs(self) -> None:
         """Submit what was compiled in training; after a failure too, as it is needed again."""
@@ -128,22 +129,23 @@ class Launcher(Workers):
     def _empty_cache(self) -> None:
         # The nodes of --local share one folder. The first one empties it before its workers
         # open the rendezvous, when no worker can have compiled anything.
+        run = self.run
         if self.node_rank == 0 or not self.local:
             graph_cache.empty_cache(self.cache)
             # Begin with the graphs of an earlier attempt; those that failed are retried.
             with suppress(StorageError, NodeError):
-                if self.run.graphs_manifest.is_file():
-                    earlier = graph_cache.load_manifest(self.run, self.group)
+                if run.graphs_manifest.is_file():
+                    earlier = graph_cache.load_manifest(run, self.group)
                     same = not earlier.unusable(self.versions) and not earlier.complete
                     if same and earlier.fingerprint == self._fingerprint():
-                        graph_cache.install_archive(self.cache, self.run, earlier, group=self.group)
+                        graph_cache.install_archive(self.cache, run, earlier, group=self.group)
         if self.node_rank == 0:
             for node in self.record.nodes:  # of an attempt that did not finish
-                self.run.graphs_of_node(node).unlink(missing_ok=True)
+                run.graphs_of_node(node).unlink(missing_ok=True)
             # A complete archive here was rejected by the user (`--precompile always`).
-            rejected = GraphManifest.find_readable(self.run.graphs_manifest)
+            rejected = GraphManifest.find_readable(run.graphs_manifest)
             if rejected and rejected.complete:
-                self.run.graphs_manifest.unlink(missing_ok=True)
+                run.graphs_manifest.unlink(missing_ok=True)
         remove_leftovers(self.planned_cache)
 
     def _install_graphs(self, installed: Path) -> None:

@@ -97,11 +97,12 @@ class NextJob:
         excluded = excluded_names(client, self.run, self.config)
         return nodes_to_avoid(client, self._script("train"), (), excluded)
 
-    def replace(self, avoid: Names = (), lost: bool = True) -> None:
+    def replace(self, avoid: Names = (), start_lost: bool = True) -> None:
         """Submit this job once more, as another job, and with it what depends on it.
 
-        Slurmd remembers the job of a `lost` start as running: it refuses its next start, for which
-        Slurm drains the node and holds the job. `avoid`: nodes to exclude.
+        `start_lost`: slurmctld has forgotten this start. Slurmd remembers the job as running and
+        refuses its next start, for which Slurm drains the node and holds the job. `avoid`: nodes to
+        exclude.
         """
         client = self._job.client
         stages = STAGES[STAGES.index(self.stage) :]
@@ -113,7 +114,7 @@ class NextJob:
                 }
                 if old.get(self.stage) != self._job.job_id:
                     return  # resumed since
-                if lost and client.batch_job(self._job.job_id).state != "PENDING":
+                if start_lost and client.batch_job(self._job.job_id).state != "PENDING":
                     return  # cancelled since, or Slurm has started it elsewhere
                 job = None
                 for stage in (stage for stage in stages if stage in old):
@@ -132,10 +133,10 @@ class NextJob:
             name = self.run.name
             log.error("%s; `slurmllm cancel %s`, then `slurmllm resume %s`", error, name, name)
 
-    def return_to_queue(self, closed: AttemptRecord, lost: Names = ()) -> AttemptRecord:
+    def return_to_queue(self, closed: AttemptRecord, lost_nodes: Names = ()) -> AttemptRecord:
         """Requeue the job, or leave the run to its successor; returns the record.
 
-        `lost` are the attempt's nodes that cannot be used. If that is refused, the action changes:
+        `lost_nodes`: those of the attempt that cannot be used. If that is refused, the action changes:
         from requeue to chain (slurm.restart: auto), from chain to stop.
         """
         client, job = self._job.client, self._job.job_id
@@ -149,11 +150,11 @@ class NextJob:
             if len(closed.blamed_nodes) == 1 and not gained(closed):
                 before += closed.blamed_nodes  # without evidence: another node may work
             # Slurm may not have noticed the loss yet and would start the job on the same nodes.
-            script = self._script(self.stage) if lost or before else ""
-            avoid = nodes_to_avoid(client, script, lost, before, job, self._job.all_nodes)
+            script = self._script(self.stage) if lost_nodes or before else ""
+            avoid = nodes_to_avoid(client, script, lost_nodes, before, job, self._job.all_nodes)
             if closed.action == "chain":
                 return self._chain(closed, avoid)
-            without_lost = auto and self.stage == "train" and {*lost} & {*avoid}
+            without_lost = auto and self.stage == "train" and {*lost_nodes} & {*avoid}
             if without_lost and self._submit_replacement(closed, avoid):
                 return self._changed(closed, action="chain")
             if self.stage == "precompile" and avoid:
@@ -211,7 +212,7 @@ class NextJob:
     def _chain(self, closed: AttemptRecord, avoid: Names) -> AttemptRecord:
         """Leave the run to the successor of this job, which waits since the attempt's start."""
         if self.stage == "precompile":
-            self.replace(avoid, lost=False)
+            self.replace(avoid, start_lost=False)
             return closed
         try:
             job = self._successor(avoid)

@@ -81,17 +81,18 @@ def decide(
     continues after the end of its job; `in_allocation`: the job holds enough healthy nodes for new
     workers. Returns the record with action and backoff; its evidence names a limit that is reached.
     """
-    assert closed.ending is not None
-    actions = ACTIONS[closed.ending]
-    if closed.stage == "precompile" and closed.ending == "compile_failure":
+    ending = closed.ending
+    assert ending is not None
+    actions = ACTIONS[ending]
+    if closed.stage == "precompile" and ending == "compile_failure":
         if recipe.train.incomplete_graphs == "compile":
             message = "train.incomplete_graphs: compile: the train stage starts all the same"
             return _with_action(closed, "finish", message)
     elif closed.stage == "precompile" and started and "requeue" in actions:
         actions = ("stop",)  # the train job depends on the success of this one: Slurm's afterok
-    elif closed.ending == "divergence" and rolled_back:
+    elif ending == "divergence" and rolled_back:
         actions = _RESTART
-    elif closed.ending == "storage_failure" and not is_transient(closed.evidence):
+    elif ending == "storage_failure" and not is_transient(closed.evidence):
         actions = ("stop",)
     if "requeue" not in actions:
         return _with_action(closed, actions[0])
@@ -107,14 +108,14 @@ def decide(
         if attempt.ending != "divergence" and "PREEMPTED" not in str(attempt.evidence[:1])
     ]
     idle, alike = len(idle_attempts), _count_without_exclusion(idle_attempts)
-    if alike >= limits.no_progress_limit and closed.ending != "divergence":
+    if alike >= limits.no_progress_limit and ending != "divergence":
         message = f"{alike} attempts in a row without a new checkpoint (slurm.no_progress_limit)"
-        evidence = (message, f"the last one: {closed.ending}", *closed.evidence)
+        evidence = (message, f"the last one: {ending}", *closed.evidence)
         stopped = closed.model_copy(update={"ending": "no_progress", "evidence": evidence})
         return _with_action(stopped, "stop")
     backoff = 0.0
-    if closed.ending in BUDGETS:
-        if message := _exceeded_budget(closed, earlier, limits, *BUDGETS[closed.ending]):
+    if ending in BUDGETS:
+        if message := _exceeded_budget(closed, earlier, limits, *BUDGETS[ending]):
             return _with_action(closed, "stop", message)
         backoff = backoff_s(limits.backoff_s, idle) if idle else 0.0
     # Not twice in a row without a new checkpoint: other nodes may be better. The first time there

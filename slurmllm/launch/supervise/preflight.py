@@ -95,26 +95,27 @@ class Preparation:
 
     def _broadcast_graphs(self, stop: StopCheck) -> Variables:
         """Copy the archive to every node's own disk; returns the launchers' variables."""
+        run = self.run
         # The launchers of --local share the folder, and start at once.
-        make_cache_folder(self.config, self.run)
+        make_cache_folder(self.config, run)
         if self.stage == "precompile":
             return {}
         started = time.monotonic()
-        if not self.run.graphs_manifest.is_file():
+        if not run.graphs_manifest.is_file():
             if not requires_graphs(self.config):
                 return {}
             raise StorageError(
-                f"{self.run.graphs_manifest} is missing: the precompile stage did not finish; "
-                f"see {self.run.stage_log('precompile')}, then `slurmllm resume {self.run.name}`"
+                f"{run.graphs_manifest} is missing: the precompile stage did not finish; "
+                f"see {run.stage_log('precompile')}, then `slurmllm resume {run.name}`"
             )
-        manifest = load_manifest(self.run, self.config.cluster.trusted_group)
-        require_complete(manifest, self.run, self.config.recipe.train.incomplete_graphs)
+        manifest = load_manifest(run, self.config.cluster.trusted_group)
+        require_complete(manifest, run, self.config.recipe.train.incomplete_graphs)
         if manifest.rejected or manifest.archive_sha256 == self._sent_graphs:
             return {}  # in this job, to the spare nodes too
         if self.failed_nodes:
             return {BROADCAST: ""}  # sbcast would wait for them; the nodes read the shared archive
-        target = broadcast_path(Path(node_local_cache(self.config, self.run)))
-        archive = self.run.graphs_archive(manifest.archive)
+        target = broadcast_path(Path(node_local_cache(self.config, run)))
+        archive = run.graphs_archive(manifest.archive)
         fault = self.allocation.broadcast(archive, target, stop)
         seconds = time.monotonic() - started
         if fault is None:

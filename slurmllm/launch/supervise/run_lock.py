@@ -213,22 +213,23 @@ def still_runs(run: RunDir, record: AttemptRecord, allocation: Allocation) -> st
     its heartbeats are watched. For another job Slurm is queried; while it does not respond, the
     attempt counts as running.
     """
+    job_id = record.job_id
     here = record.host == socket.gethostname()
     if here and another_runs(record, b"supervise"):
         return f"process {record.pid} on {record.host} is its supervisor"
-    if record.job_id is None:
+    if job_id is None:
         return None
     if not isinstance(allocation, SlurmAllocation):
-        return f"it belongs to job {record.job_id}, and there is no Slurm here"
-    if record.job_id == allocation.job_id:
+        return f"it belongs to job {job_id}, and there is no Slurm here"
+    if job_id == allocation.job_id:
         beats = not here and _has_heartbeat(run, record)
         return f"{record.nodes[0]} still writes heartbeats" if beats else None
     try:
-        job = allocation.client.queue([record.job_id]).get(record.job_id)
+        job = allocation.client.queue([job_id]).get(job_id)
     except SlurmError as error:
-        return f"the state of job {record.job_id} is unknown: {error}"
+        return f"the state of job {job_id} is unknown: {error}"
     if job is not None and job.has_nodes:
-        return f"job {record.job_id} is {job.state}"
+        return f"job {job_id} is {job.state}"
     return None
 
 

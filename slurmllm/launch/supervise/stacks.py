@@ -132,14 +132,12 @@ def inspect_process(pid: int, by_spy: bool = True) -> str:
     with suppress(OSError):
         channel = Path(f"/proc/{pid}/wchan").read_text().strip()
     head = f"state {_status(pid, 'State') or '?'}, waits in {channel or 'nothing'}\n"
-    spy = shutil.which("py-spy") if by_spy else None
-    if spy is None:
-        return head
-    with suppress(OSError, subprocess.TimeoutExpired):
-        done = subprocess.run(
-            [spy, "dump", "--nonblocking", "--pid", str(pid)], capture_output=True, timeout=10.0
-        )
-        return head + (done.stdout or done.stderr).decode(errors="replace")
+    if by_spy and (spy := shutil.which("py-spy")):
+        with suppress(OSError, subprocess.TimeoutExpired):
+            done = subprocess.run(
+                [spy, "dump", "--nonblocking", "--pid", str(pid)], capture_output=True, timeout=10.0
+            )
+            head += (done.stdout or done.stderr).decode(errors="replace")
     return head
 
 

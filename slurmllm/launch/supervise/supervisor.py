@@ -162,7 +162,9 @@ class Supervisor:
 
     def _attempt(self) -> tuple[AttemptRecord, SlurmllmError | None]:
         """Run one attempt; returns its closed record, and the error that ended it, if any."""
-        record = attempts.open_attempt(self.run, self.stage, self.config, self.allocation)
+        run = self.run
+        config = self.config
+        record = attempts.open_attempt(run, self.stage, config, self.allocation)
         log_attempt(record, f"{len(record.nodes)} node(s): {' '.join(record.nodes)}")
         self.notifier.started(record)
         self.next_job.submit_ahead()
@@ -171,32 +173,32 @@ class Supervisor:
         try:
             check_setup_ran(__version__)
             if self.stage == "train" and is_requeued(self.allocation):
-                self.allocation.check_time_limit(self.config.recipe.slurm.signal_lead_s)
-            if self.config.cluster.container is not None and record.attempt == 0:
-                check_container(__version__, paths_of(self.config.cluster.container))
+                self.allocation.check_time_limit(config.recipe.slurm.signal_lead_s)
+            if config.cluster.container is not None and record.attempt == 0:
+                check_container(__version__, paths_of(config.cluster.container))
             self._link_graphs()
             if self.stage == "train":
                 self._fit_mesh(len(record.nodes))
                 self._merge_new_graphs()
-                if (command := self.config.recipe.command) is not None:
-                    record = use_checkpoint(self.run, command, record)
+                if (command := config.recipe.command) is not None:
+                    record = use_checkpoint(run, command, record)
                     for entry in record.passed_over:
                         log_attempt(record, f"passed over: {entry}")
             ending = self._preparation.prepare(record, phases)
             if ending is None:
                 record = record.model_copy(update={"phases_s": dict(phases)})
-                record.save(record.files(self.run).record)
-                check = resume_check_of(self.run, self.config, record)
-                launchers = self.allocation.launch(self.run.path, self.stage, record.attempt)
+                record.save(record.files(run).record)
+                check = resume_check_of(run, config, record)
+                launchers = self.allocation.launch(run.path, self.stage, record.attempt)
                 self.side_processes.start(self.stage)
         except SlurmllmError as error:
             ending = ending_of_error(error, record.nodes[0])
             return self._close(record, ending, phases, observed), error
         if ending is None:
             observed = AttemptMonitor(
-                self.run,
+                run,
                 record,
-                self.config,
+                config,
                 launchers,
                 self.stop,
                 self.notifier,
@@ -206,17 +208,17 @@ class Supervisor:
             phases["workers"] = observed.launchers_s
             ending = classify(
                 gather_evidence(
-                    self.run,
+                    run,
                     record,
                     self.allocation,
                     observed,
                     None if observed.failed_first else self.stop.name,
                     launchers,
-                    self.config,
+                    config,
                 )
             )
             if self.stop.name is None and check is not None:
-                ending = judge_resume(self.run, record, ending, check)
+                ending = judge_resume(run, record, ending, check)
         return self._close(record, ending, phases, observed), None
 
     def _kill_wait_s(self) -> float:
@@ -269,11 +271,12 @@ class Supervisor:
         observed: Observations,
     ) -> AttemptRecord:
         """Record the ending and the action, unless another supervisor has done so."""
+        run = self.run
         if ending.ending == "node_failure" and (reason := lost_start(self.allocation)):
             ending = Ending("superseded", (reason,))  # srun was refused: no node has failed
             self.next_job.replace()
         # Read again: after a network partition another supervisor may have closed it.
-        on_disk = AttemptRecord.load(record.files(self.run).record)
+        on_disk = AttemptRecord.load(record.files(run).record)
         if on_disk.ended_at is not None:
             log_attempt(on_disk, "another supervisor has closed this attempt and continues the run")
             return on_disk.model_copy(update={"ending": "superseded", "action": "stop"})
@@ -282,33 +285,33 @@ class Supervisor:
         row = incarnation(record, self.allocation) if first else None
 
         def close() -> AttemptRecord:
-            self._failing = failing(self.run, record, ending, self.allocation)
+            self._failing = failing(run, record, ending, self.allocation)
             if self.config.recipe.slurm.exclude_slow:
-                self._failing = slow_nodes(self.run, record) | self._failing
+                self._failing = slow_nodes(run, record) | self._failing
             self._next_nodes = self._nodes_for_restart(record)
             return attempts.close_attempt(
-                self.run,
+                run,
                 record,
                 ending,
                 phases,
                 first_symptom_at=observed.first_symptom_at,
                 row=row,
-                restart_mode=restart_of(self.run, self.allocation),
+                restart_mode=restart_of(run, self.allocation),
                 in_allocation=bool(self._next_nodes),
                 excluded_nodes=self._failing,
             )
 
-        closed = close_when_writable(self.run, self.allocation, record, ending, close)
+        closed = close_when_writable(run, self.allocation, record, ending, close)
         self._exclude_failed()
         if ending.ending == "stale_graphs":
             try:
-                reject_graphs(self.run, f"{self.stage} attempt {closed.attempt} failed with it")
+                reject_graphs(run, f"{self.stage} attempt {closed.attempt} failed with it")
             except StorageError as error:
                 log.warning("%s", error)
         log_attempt(closed, f"{closed.ending} → {closed.action}: {'; '.join(closed.evidence)}")
         self.notifier.closed(closed)
         if line := attempts.unequal_versions(
-            {name: n.versions for name, n in attempts.node_records(self.run, record).items()}
+            {name: n.versions for name, n in attempts.node_records(run, record).items()}
         ):
             log_attempt(closed, f"warning: {line}")
         # A requeue must not wait for the merge: the next attempt begins with it.
@@ -319,16 +322,17 @@ class Supervisor:
 
     def _link_graphs(self) -> None:
         """Link a run of a sweep to the graphs that another one has compiled for it."""
-        last = last_submission(self.run)
-        if last is None or last.graphs_of is None or self.run.graphs_manifest.is_file():
+        run = self.run
+        last = last_submission(run)
+        if last is None or last.graphs_of is None or run.graphs_manifest.is_file():
             return
-        source = SweepDir(self.run.path.parent).graph_run(last.graphs_of)
-        if reason := reuse.link_or_copy_graphs(source, self.run, self.config.cluster.trusted_group):
+        source = SweepDir(run.path.parent).graph_run(last.graphs_of)
+        if reason := reuse.link_or_copy_graphs(source, run, self.config.cluster.trusted_group):
             raise StorageError(
                 f"cannot use the graphs of {source.path}: {reason}; `slurmllm resume "
-                f"{self.run.name}` compiles them"
+                f"{run.name}` compiles them"
             )
-        save_mesh(reuse.make_run_mesh(self.config, last.nodes, self.run), self.run.plan)
+        save_mesh(reuse.make_run_mesh(self.config, last.nodes, run), run.plan)
 
     def _fit_mesh(self, nodes: int) -> None:
         """Write the mesh again if Slurm gave the job another number of nodes than the last one."""
@@ -387,36 +391,38 @@ class Supervisor:
 
     def _close_orphaned(self) -> AttemptRecord | None:
         """Close earlier attempts whose supervisors died; returns the last if it ended the run."""
+        run = self.run
+        allocation = self.allocation
         closed = None
-        for record in attempts.load_attempts(self.run, self.stage):
+        for record in attempts.load_attempts(run, self.stage):
             if record.ended_at is not None:
                 continue
-            if reason := still_runs(self.run, record, self.allocation):
+            if reason := still_runs(run, record, allocation):
                 log_attempt(record, f"is still open and is superseded by this attempt: {reason}")
                 continue
-            row = incarnation(record, self.allocation)
+            row = incarnation(record, allocation)
             ending = ending_of_orphaned(
-                record, attempts.node_records(self.run, record), row, failed_nodes(self.allocation)
+                record, attempts.node_records(run, record), row, failed_nodes(allocation)
             )
-            this_job = record.job_id is not None and record.job_id == self.allocation.job_id
-            if this_job and record.restart_count == self.allocation.restart_count:
+            this_job = record.job_id is not None and record.job_id == allocation.job_id
+            if this_job and record.restart_count == allocation.restart_count:
                 ending = Ending(
                     "node_failure",
                     (f"slurmctld lost this start of job {record.job_id}, and started it again",),
                 )  # and no node is to blame
                 row = None
             ended_at = None if row is None else to_unix(row.end)
-            if unrecorded := unrecorded_ending(self.allocation, record):
+            if unrecorded := unrecorded_ending(allocation, record):
                 ended_at = unrecorded.ended_at
                 ending = Ending(unrecorded.ending, unrecorded.evidence, unrecorded.blamed_nodes)
-            self._failing = failing(self.run, record, ending, self.allocation)
+            self._failing = failing(run, record, ending, allocation)
             closed = attempts.close_attempt(
-                self.run,
+                run,
                 record,
                 ending,
                 ended_at=ended_at,
                 row=row,
-                restart_mode=restart_of(self.run, self.allocation),
+                restart_mode=restart_of(run, allocation),
                 excluded_nodes=self._failing,
             )
             log_attempt(closed, f"{closed.ending}: {'; '.join(closed.evidence)}")
@@ -424,7 +430,7 @@ class Supervisor:
             self._exclude_failed()
         if closed is None or self.stage == "precompile" or closed.action not in ("finish", "stop"):
             return None
-        return closed if closed.attempt >= attempts.first_attempt(self.run) else None
+        return closed if closed.attempt >= attempts.first_attempt(run) else None
 
 
 def exit_code_of(closed: AttemptRecord) -> int:

@@ -232,7 +232,6 @@ class TrainerObserver:
         self._phases = PhaseWriter(phases)
         self._step: int | None = None
         self._had_steps = any(path != run.metrics(number) for path in run.metrics_files())
-        self._expects_steps = self._command.progress is not None or self._had_steps
         self._fault = ""  # of reading progress
         self._printed = 0
         self._next_output = 0.0
@@ -248,7 +247,8 @@ class TrainerObserver:
         step = self.progress.step
         # Until there are steps, any output is a sign of life; where none need ever come, no
         # silence is a hang.
-        sign = output.printed != self._printed or not self._expects_steps
+        expects_steps = self._command.progress is not None or self._had_steps
+        sign = output.printed != self._printed or not expects_steps
         if step is None and sign and now >= self._next_output:
             self._printed = output.printed
             self._next_output = now + _OUTPUT_S
