@@ -16,6 +16,7 @@ from slurmllm.cli import commands, options
 from slurmllm.core.display.tables import print_line, print_table
 from slurmllm.core.errors import EXIT_NEGATIVE, StorageError, UserError
 from slurmllm.core.format import Texts, format_plural
+from slurmllm.core.grouping import by_key
 from slurmllm.core.run.rundir import find_sweep
 
 if TYPE_CHECKING:
@@ -349,13 +350,10 @@ def _print(comparison: Comparison, letter: str, *, alone: bool) -> None:
     color = "green" if comparison.match else "red"
     runs = "" if alone else f"A and {letter} "
     print_line(Text.assemble(runs, (comparison.verdict, f"bold {color}"), ": ", comparison.reason))
-    possible: dict[str, list[str]] = {}  # evidence → kinds
-    for cause in comparison.causes:
-        if cause.confidence == "possible":
-            possible.setdefault(cause.evidence, []).append(cause.kind)
+    possible = [cause for cause in comparison.causes if cause.confidence == "possible"]
     if possible:
         print_line("possible causes, the likeliest first:")
-    for evidence, kinds in possible.items():
+    for evidence, kinds in by_key((cause.evidence, cause.kind) for cause in possible).items():
         repeated = evidence in comparison.reason
         print_line(f"  {', '.join(kinds)}: {'by the same evidence' if repeated else evidence}")
     for warning in comparison.warnings:

@@ -15,6 +15,7 @@ from slurmllm.cli import commands, options
 from slurmllm.core.display.tables import print_table
 from slurmllm.core.errors import SlurmllmError
 from slurmllm.core.format import Texts
+from slurmllm.core.grouping import by_key
 
 if TYPE_CHECKING:
     from slurmllm.core.config.resolve import RunConfig
@@ -174,12 +175,10 @@ def _print_table(cluster: str, nodes: NodeHealths) -> None:
 
 def echo_by_message(lines: Iterable[tuple[str, str, str]]) -> None:
     """Print (status, node or check, message), with the names of equal messages on one line."""
-    names: dict[tuple[str, str], list[str]] = {}
-    for status, name, message in lines:
-        names.setdefault((status, message), []).append(name)
-    for (status, message), alike in names.items():
+    alike = by_key(((status, message), name) for status, name, message in lines)
+    for (status, message), names in alike.items():
         mark = click.style(f"{status}:", fg=_COLOURS[status], bold=True)
-        click.echo(f"{mark} {', '.join(alike)}: {message}")
+        click.echo(f"{mark} {', '.join(names)}: {message}")
 
 
 def _print_counts(statuses: Iterable[str], *names: str) -> None:

@@ -15,6 +15,7 @@ from slurmllm.core.format import (
     format_plural,
     format_seconds,
 )
+from slurmllm.core.grouping import by_key
 from slurmllm.plan.mesh import format_change, near_batches, near_nodes, next_to
 from slurmllm.plan.neuron_memory import score_bytes
 from slurmllm.plan.search import (
@@ -85,9 +86,7 @@ def most_refused(refused: Mapping[str, int]) -> list[tuple[str, int]]:
 
     Reasons that differ only in numbers are counted together.
     """
-    groups: dict[str, list[str]] = {}
-    for reason in refused:
-        groups.setdefault(re.sub(r"\d+", "#", reason), []).append(reason)
+    groups = by_key((re.sub(r"\d+", "#", reason), reason) for reason in refused)
     rows = []
     for reasons in groups.values():
         similar = f" (and {len(reasons) - 1} similar rules)" if len(reasons) > 1 else ""

@@ -22,6 +22,7 @@ from slurmllm.analysis.status.utilization import Utilization
 from slurmllm.core.config.load import LenientConfig
 from slurmllm.core.config.resolve import RunConfig
 from slurmllm.core.format import Json, Texts
+from slurmllm.core.grouping import by_key
 from slurmllm.core.metrics.curves import Curve, Flags, Floats, SourceKind
 from slurmllm.core.run.artifact_records import DataRecord
 from slurmllm.core.run.records import CONTINUES, AttemptRecord, Event
@@ -277,11 +278,9 @@ def throughput_by_nodes(
     # A curve may begin later than step 1: the first 500 of the steps that it has.
     begin = max(0, int(curve.steps[0]) - 1)
     first_rows = int(curve.steps.searchsorted(begin + FIRST_STEPS, side="right"))
-    groups: dict[tuple[int, int] | None, list[int]] = {}
-    for attempt in np.unique(curve.attempts).tolist():
-        groups.setdefault(sizes.get(attempt), []).append(attempt)
+    numbers = np.unique(curve.attempts).tolist()
     rates = []
-    for size, attempts in groups.items():
+    for size, attempts in by_key((sizes.get(number), number) for number in numbers).items():
         rows: Flags = np.isin(curve.attempts, attempts)
         first: Flags = rows & (np.arange(len(rows)) < first_rows)
         nodes, workers = size or (None, None)

@@ -17,13 +17,14 @@ import numpy as np
 
 from slurmllm.core.errors import RunError, SlurmError, SlurmllmError
 from slurmllm.core.format import Texts
+from slurmllm.core.grouping import by_key
 from slurmllm.core.metrics.attempt_metrics import read_attempts
 from slurmllm.core.metrics.curves import Floats, Ints
 from slurmllm.core.metrics.merge import FileRows, join_columns
 from slurmllm.core.metrics.row_reader import read_events
 from slurmllm.core.run.records import WAITS, AttemptRecord, Attempts, JobsRecord, Submission
 from slurmllm.core.run.rundir import STAGES, RunDir, Stage, read_all
-from slurmllm.core.slurm.client import AccountingRow, SlurmClient, to_unix
+from slurmllm.core.slurm.client import SlurmClient, to_unix
 
 _MOST_STEPS = 50_000_000
 _LONGEST_S = 1e10  # longer durations and later Unix times are damage
@@ -208,9 +209,8 @@ def read_incarnations(submissions: Sequence[Submission], client: SlurmClient) ->
     for submission in submissions:
         jobs.append((submission.precompile_job, "precompile"))
         jobs += [(job, "train") for job in (*submission.earlier_jobs, submission.train_job)]
-    rows: dict[str | None, list[AccountingRow]] = {}
-    for row in client.accounting(*dict.fromkeys(job for job, _ in jobs if job is not None)):
-        rows.setdefault(row.job_id, []).append(row)
+    accounted = client.accounting(*dict.fromkeys(job for job, _ in jobs if job is not None))
+    rows = by_key((row.job_id, row) for row in accounted)
 
     @cache
     def count_nodes(nodes: str) -> int:  # scontrol expands a list once

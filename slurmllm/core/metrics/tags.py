@@ -18,6 +18,7 @@ from pydantic import BaseModel, Field
 
 from slurmllm.core.errors import RunError, UserError
 from slurmllm.core.format import Texts, format_names
+from slurmllm.core.grouping import by_key
 from slurmllm.core.metrics.curves import COLUMNS, Convention, StepUnit
 
 METRICS = ("step", *COLUMNS)
@@ -243,9 +244,7 @@ def find_tags(tags: Collection[str], names: Iterable[str]) -> list[str]:
 
     `NAME*` matches every tag with that prefix. Case, and which of space, `-` and `_`, is ignored.
     """
-    by_name: dict[str, list[str]] = {}
-    for tag in tags:
-        by_name.setdefault(_normalize(tag), []).append(tag)
+    by_name = by_key((_normalize(tag), tag) for tag in tags)
     matches: dict[str, None] = {}
     for name in map(_normalize, names):
         prefixed = [key for key in by_name if name[-1] == "*" and key.startswith(name[:-1])]

@@ -550,10 +550,10 @@ def _find_graphs(request: RunRequest, nodes: int, config: RunConfig, run: RunDir
     """
     local = request.local
     group = config.cluster.trusted_group
-    if request.precompile != "always" and not needs_precompile(config):
-        return None
     if request.precompile == "always":
         reuse.delete_manifest(run)
+        return None
+    if not needs_precompile(config):
         return None
     if os.path.lexists(run.graphs_manifest):
         try:

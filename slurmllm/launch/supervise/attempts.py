@@ -24,6 +24,7 @@ from slurmllm.core.config.load import load
 from slurmllm.core.config.resolve import RunConfig
 from slurmllm.core.errors import RunError, StorageError
 from slurmllm.core.format import Json
+from slurmllm.core.grouping import by_key
 from slurmllm.core.metrics.row_reader import Row, last_row_of, read_events, read_rows
 from slurmllm.core.run.artifact_records import CheckpointManifest
 from slurmllm.core.run.records import (
@@ -402,9 +403,7 @@ def unequal_versions(by_node: Mapping[str, Versions]) -> str:
     reported = {name: versions for name, versions in by_node.items() if versions}
     lines = []
     for component in sorted({key for versions in reported.values() for key in versions}):
-        by_version: dict[str, list[str]] = {}
-        for name, versions in reported.items():
-            by_version.setdefault(versions.get(component, "none"), []).append(name)
+        by_version = by_key((of.get(component, "none"), name) for name, of in reported.items())
         if len(by_version) > 1:
             items = (f"{version} on {' '.join(names)}" for version, names in by_version.items())
             lines.append(f"{component} {', '.join(items)}")

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from slurmllm.core.format import format_ranks, printable
+from slurmllm.core.grouping import by_key
 from slurmllm.core.run.flight_recorder import (
     Operation,
     Recording,
@@ -154,12 +155,12 @@ def _describe(
     absent = sorted({*members} - waiting.keys())
     missing = [r for r in absent if r in recordings and recordings[r].is_before(first)]
     unrecorded = [r for r in absent if r not in recordings]
-    ranks_by_text: dict[str, list[int]] = defaultdict(list)
-    states = {operation.state for operation in waiting.values()}
-    for rank, operation in sorted(waiting.items()):
-        # `scheduled` where others have `started`: the device has not begun.
-        state = f", {operation.state}" if len(states) > 1 else ""
-        ranks_by_text[f"{operation.text}{operation.caller}{state}"].append(rank)
+    # `scheduled` where others have `started`: the device has not begun.
+    differ = len({operation.state for operation in waiting.values()}) > 1
+    ranks_by_text = by_key(
+        (f"{o.text}{o.caller}{f', {o.state}' if differ else ''}", rank)
+        for rank, o in sorted(waiting.items())
+    )
     clauses = [
         f"{format_ranks(ranks, 'waits', 'wait')} in {text}" for text, ranks in ranks_by_text.items()
     ]

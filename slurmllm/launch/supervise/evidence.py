@@ -183,16 +183,17 @@ def _trainer_exit(
         )
         for path in run.metrics_files()[-1:] if readable else ():
             steps = _logged_steps(path)
-    if command.steps is None or not steps or steps[-1] >= command.steps:
+    total = command.steps
+    if total is None or not steps or steps[-1] >= total:
         return TrainerExit(f"{ended}; {checkpoint}", step=progress)
     # Its last steps may be unlogged, and counted from 0; a count that begins again is of epochs.
-    interval = max((b - a for a, b in pairwise(steps)), default=command.steps)
+    interval = max((b - a for a, b in pairwise(steps)), default=total)
     last = max(steps[-1], 0 if newest is None else newest.step)
-    unfinished = f"the last step that was read is {steps[-1]} of {command.steps} (command.steps)"
+    unfinished = f"the last step that was read is {steps[-1]} of {total} (command.steps)"
     early = None
-    if readable and steps == sorted(steps) and last + interval < command.steps:
-        early = last, command.steps
-        unfinished = f"done early, {last} of {command.steps}: {STEPS_NOT_PASSED}"
+    if readable and steps == sorted(steps) and last + interval < total:
+        early = last, total
+        unfinished = f"done early, {last} of {total}: {STEPS_NOT_PASSED}"
     return TrainerExit(f"{ended}; {checkpoint}", unfinished, early, progress)
 
 

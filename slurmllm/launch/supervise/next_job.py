@@ -136,8 +136,8 @@ class NextJob:
     def return_to_queue(self, closed: AttemptRecord, lost_nodes: Names = ()) -> AttemptRecord:
         """Requeue the job, or leave the run to its successor; returns the record.
 
-        `lost_nodes`: those of the attempt that cannot be used. If that is refused, the action changes:
-        from requeue to chain (slurm.restart: auto), from chain to stop.
+        `lost_nodes`: those of the attempt that cannot be used. If that is refused, the action
+        changes: from requeue to chain (slurm.restart: auto), from chain to stop.
         """
         client, job = self._job.client, self._job.job_id
         auto = self.config.recipe.slurm.restart == "auto"

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from slurmllm.core.format import format_ranks
+from slurmllm.core.grouping import by_key
 from slurmllm.core.run.records import Lines, Ranks
 from slurmllm.core.run.rundir import AttemptDir, read_by_rank
 from slurmllm.core.run.safe_files import read_limited
@@ -117,9 +118,10 @@ def outliers(locations: Mapping[int, StackLocation]) -> Ranks:
 def stack_lines(locations: Mapping[int, StackLocation], missing: Sequence[int] = ()) -> Lines:
     """Return a line for each location with its ranks, `missing` ranks or outliers first."""
     first = [rank for rank in missing if rank in locations] or outliers(locations)
-    ranks_by_line: dict[tuple[bool, str], list[int]] = defaultdict(list)
-    for rank, location in sorted(locations.items()):
-        ranks_by_line[rank in first, _PROCESS.sub("", location.text)].append(rank)
+    ranks_by_line = by_key(
+        ((rank in first, _PROCESS.sub("", location.text)), rank)
+        for rank, location in sorted(locations.items())
+    )
     groups = sorted(
         ranks_by_line.items(), key=lambda item: (item[0][0], len(item[1])), reverse=True
     )
