@@ -15,8 +15,7 @@ import click
 from slurmllm.cli import commands, options
 from slurmllm.core.display.tables import print_line, print_table
 from slurmllm.core.errors import EXIT_NEGATIVE, StorageError, UserError
-from slurmllm.core.format import Texts, format_plural
-from slurmllm.core.grouping import by_key
+from slurmllm.core.format import Texts, by_key, format_plural
 from slurmllm.core.run.rundir import find_sweep
 
 if TYPE_CHECKING:

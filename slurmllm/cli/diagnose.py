@@ -14,8 +14,7 @@ from click.exceptions import Exit
 from slurmllm.cli import commands, options
 from slurmllm.core.display.tables import print_table
 from slurmllm.core.errors import SlurmllmError
-from slurmllm.core.format import Texts
-from slurmllm.core.grouping import by_key
+from slurmllm.core.format import Texts, by_key
 
 if TYPE_CHECKING:
     from slurmllm.core.config.resolve import RunConfig

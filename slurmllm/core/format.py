@@ -6,8 +6,10 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime, tzinfo
-from typing import Any
+from typing import Any, TypeVar
 
+Key = TypeVar("Key")
+Value = TypeVar("Value")
 Texts = tuple[str, ...]
 Json = dict[str, Any]  # an object of JSON
 Values = Mapping[str, Any]  # by name
@@ -23,6 +25,14 @@ _UNPRINTABLE = re.compile(
 )
 # The styles of the command line's own: bold, dim and colours of text.
 _STYLE = re.compile(r"\x1b\[(?:(?:[0-2]|22|3[0-79]|9[0-7])(?:;(?=\d)|(?=m)))*m")
+
+
+def by_key(pairs: Iterable[tuple[Key, Value]]) -> dict[Key, list[Value]]:
+    """Return the values of each key, keys and values in the order of the pairs."""
+    groups: dict[Key, list[Value]] = {}
+    for key, value in pairs:
+        groups.setdefault(key, []).append(value)
+    return groups
 
 
 def format_lines(lines: Iterable[object]) -> str:

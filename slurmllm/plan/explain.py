@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from slurmllm.core.config.resolve import RunConfig
 from slurmllm.core.format import (
     Json,
+    by_key,
     format_gib,
     format_mfu,
     format_number,
     format_plural,
     format_seconds,
 )
-from slurmllm.core.grouping import by_key
 from slurmllm.plan.mesh import format_change, near_batches, near_nodes, next_to
 from slurmllm.plan.neuron_memory import score_bytes
 from slurmllm.plan.search import (

@@ -21,8 +21,7 @@ from slurmllm.analysis.status.recoveries import FailureRecovery
 from slurmllm.analysis.status.utilization import Utilization
 from slurmllm.core.config.load import LenientConfig
 from slurmllm.core.config.resolve import RunConfig
-from slurmllm.core.format import Json, Texts
-from slurmllm.core.grouping import by_key
+from slurmllm.core.format import Json, Texts, by_key
 from slurmllm.core.metrics.curves import Curve, Flags, Floats, SourceKind
 from slurmllm.core.run.artifact_records import DataRecord
 from slurmllm.core.run.records import CONTINUES, AttemptRecord, Event

@@ -16,8 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from slurmllm.core.errors import RunError, SlurmError, SlurmllmError
-from slurmllm.core.format import Texts
-from slurmllm.core.grouping import by_key
+from slurmllm.core.format import Texts, by_key
 from slurmllm.core.metrics.attempt_metrics import read_attempts
 from slurmllm.core.metrics.curves import Floats, Ints
 from slurmllm.core.metrics.merge import FileRows, join_columns
@@ -223,7 +222,7 @@ def read_incarnations(submissions: Sequence[Submission], client: SlurmClient) ->
 
     incarnations = []
     for job, stage in jobs:
-        for row in rows.get(job, ()):  # not those of its steps
+        for row in rows.get(job or "", ()):  # not those of its steps
             start = to_unix(row.start)
             end = to_unix(row.end)
             if start is None or not (nodes := count_nodes(row.nodes)):

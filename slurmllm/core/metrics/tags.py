@@ -17,8 +17,7 @@ from typing import Literal
 from pydantic import BaseModel, Field
 
 from slurmllm.core.errors import RunError, UserError
-from slurmllm.core.format import Texts, format_names
-from slurmllm.core.grouping import by_key
+from slurmllm.core.format import Texts, by_key, format_names
 from slurmllm.core.metrics.curves import COLUMNS, Convention, StepUnit
 
 METRICS = ("step", *COLUMNS)

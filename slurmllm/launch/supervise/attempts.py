@@ -23,8 +23,7 @@ from pathlib import Path
 from slurmllm.core.config.load import load
 from slurmllm.core.config.resolve import RunConfig
 from slurmllm.core.errors import RunError, StorageError
-from slurmllm.core.format import Json
-from slurmllm.core.grouping import by_key
+from slurmllm.core.format import Json, by_key
 from slurmllm.core.metrics.row_reader import Row, last_row_of, read_events, read_rows
 from slurmllm.core.run.artifact_records import CheckpointManifest
 from slurmllm.core.run.records import (

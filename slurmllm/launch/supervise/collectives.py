@@ -22,8 +22,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from slurmllm.core.format import format_ranks, printable
-from slurmllm.core.grouping import by_key
+from slurmllm.core.format import by_key, format_ranks, printable
 from slurmllm.core.run.flight_recorder import (
     Operation,
     Recording,

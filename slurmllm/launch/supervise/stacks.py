@@ -17,8 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from slurmllm.core.format import format_ranks
-from slurmllm.core.grouping import by_key
+from slurmllm.core.format import by_key, format_ranks
 from slurmllm.core.run.records import Lines, Ranks
 from slurmllm.core.run.rundir import AttemptDir, read_by_rank
 from slurmllm.core.run.safe_files import read_limited
