@@ -191,9 +191,9 @@ def print_warnings(prepared: PreparedRun) -> None:
 
 def _print_scripts(prepared: PreparedRun, summary: Values) -> None:
     """Print what a resume changes, scripts, workers' environment, and backend's arguments."""
-    echo = click.echo
     import yaml
 
+    echo = click.echo
     if prepared.fit is not None and prepared.fit.chosen:
         echo(f"# ── the planner's choice\n{prepared.fit.line()}\n")
     if prepared.run.jobs.is_file():
