@@ -1,5 +1,6 @@
 """Processes forked from one that has imported torch, which takes a new process four seconds."""
 
+import gc
 import multiprocessing
 import os
 import signal
@@ -52,6 +53,7 @@ class Forked:
 def _execute(
     entry: str, argv: Sequence[str], env: dict[str, str], folders: Sequence[Path], log: Path
 ) -> None:
+    gc.freeze()  # collections would visit and copy all of PRELOAD
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
     os.dup2(output, 1)
     os.dup2(output, 2)

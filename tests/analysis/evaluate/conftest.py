@@ -8,6 +8,7 @@ import random
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import redirect_stderr, redirect_stdout
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -65,7 +66,25 @@ def _small_and_without_network(tmp_path_factory: pytest.TempPathFactory) -> Iter
     with pytest.MonkeyPatch.context() as patch:
         for name, value in names.items():
             patch.setenv(name, value)
+        if not MISSING:
+            _make_once(patch)
         yield
+
+
+def _make_once(patch: pytest.MonkeyPatch) -> None:
+    """Have the harness index its own tasks once, and never ask pip what is installed."""
+    from lm_eval import tasks
+    from lm_eval.tasks._index import TaskIndex
+
+    build, shipped = TaskIndex.build, Path(str(tasks.__file__)).parent
+    own_tasks = cache(lambda: build([shipped]))  # takes seven seconds of a CPU
+
+    def build_the_rest(paths: list[Path]) -> dict[str, Any]:
+        others = [path for path in paths if path != shipped]
+        return {**(own_tasks() if shipped in paths else {}), **build(others)}
+
+    patch.setattr(TaskIndex, "build", staticmethod(build_the_rest))
+    patch.setattr("lm_eval.evaluator.add_env_info", lambda _: None)
 
 
 def train_tiny(folder: Path, texts: list[str], lines: list[str], overrides: str) -> RunDir:
