@@ -7,11 +7,12 @@ its publisher (without its model, of years with one publisher). The interval of 
     predicted · exp(± w · (1 + d / 2))
 
 w is Student's t quantile times the root of the mean ln² ratio of the runs on such devices (GPUs, or
-NeuronCores) with the software that the profile's shares are fitted to (`hardware.software`). Each
-publisher weighs the same and is one degree of freedom: a prediction is for a trainer of one's own,
-which differs from theirs as they differ from each other. d is how many octaves (factors of 2) the
-prediction is outside the range of the runs on the same device with this software, summed over model
-size, nodes and their devices, sequence length, tensor and pipeline degree, and below that of their
+NeuronCores); on GPUs of those, with software of any years, that were predicted without their
+publisher. Each publisher weighs the same and is one degree of freedom: a prediction is for a
+trainer of one's own, which differs from theirs as they differ from each other. d is how many
+octaves (factors of 2) the prediction is outside the range of the runs on the same device with the
+software that the profile's shares are fitted to (`hardware.software`), summed over model size,
+nodes and their devices, sequence length, tensor and pipeline degree, and below that of their
 networks; 2 if there are none. Devices are the same if their peaks are, whatever the profile's name.
 """
 
@@ -158,8 +159,9 @@ def evidence(candidate: LayoutEstimate) -> RunEvidence:
     cluster, mesh, speed = candidate.config.cluster, candidate.mesh, candidate.seq_per_s
     hardware = known_hardware(candidate.config)
     of_kind = runs_on(cluster.device)
-    same_software = [r for r in of_kind if hardware.software in (None, r.generation)]
-    runs = [run for run in same_software if run.is_on(hardware)]
+    published_apart = [run for run in of_kind if run.publisher != run.model]
+    software = hardware.software
+    runs = [r for r in of_kind if r.is_on(hardware) and software in (None, r.generation)]
     size = parameters(candidate.config.recipe.model)
     point: dict[str, float] = {
         "parameters": size,
@@ -182,7 +184,7 @@ def evidence(candidate: LayoutEstimate) -> RunEvidence:
         octaves = FAR
         reasons = [f"no published run on {cluster.name}"]
         if years := generations(run for run in of_kind if run.is_on(hardware)):
-            reasons[0] += f" has software of {hardware.software}, only of {years}"
+            reasons[0] += f" has software of {software}, only of {years}"
     if candidate.config.recipe.train.is_fp8:
         octaves += FAR
         reasons.append("no run in fp8_mixed is among the published ones")
@@ -196,7 +198,7 @@ def evidence(candidate: LayoutEstimate) -> RunEvidence:
     status: Status = "extrapolated" if reasons else "interpolated"
     if not of_kind:
         return RunEvidence("beyond", reasons, "")
-    factor = math.exp(half_width(same_software or of_kind, octaves))
+    factor = math.exp(half_width(published_apart or of_kind, octaves))
     if octaves >= FAR or candidate.mfu / factor > highest:
         status = "beyond"
 

@@ -1,21 +1,22 @@
 """Estimate of the duration of an optimizer step, by parts; torch-free.
 
 A worker's work in a micro batch is counted exactly (`parameters.py`) and divided by the rate
-of its device: matrix products at `matrix_efficiency` of the peak plus the time in which their
-operands and results pass through the memory, which is what makes products with a small dimension
-slow; attention at `attention_efficiency`; elementwise work at `memory_efficiency` of the memory's
-bandwidth. A pipeline takes the time of its slowest stage for
-each micro batch, and fills and drains once through the other stages, in `virtual_pipeline` smaller
-pieces if interleaved (Narayanan et al. 2021, arXiv 2104.04473).
+of its device: matrix products at `matrix_efficiency` of the peak; attention at
+`attention_efficiency`; elementwise work at `memory_efficiency` of the memory's bandwidth. A product
+overlaps in part with the passage of its operands and results through the memory, which makes those
+with a small dimension slow: it takes the root of the sum of both times' squares. A pipeline takes
+the time of its slowest stage for each micro batch, and fills and drains once through the other
+stages, in `virtual_pipeline` smaller pieces if interleaved (Narayanan et al. 2021, arXiv
+2104.04473).
 
 Collectives are ring algorithms (Thakur, Rabenseifner, Gropp 2005, "Optimization of collective
 communication operations in MPICH"): an all-gather or reduce-scatter of `size` bytes over n workers
-sends (n - 1) / n · size bytes per worker; an all-reduce is a reduce-scatter followed by an
-all-gather. A ring over several nodes crosses each node's network once; all rings of a node share
-its bandwidth, of which congestion leaves less the more nodes there are (`network_half`). FSDP2
-gathers a layer's weights while the layer before computes, forward and backward, and reduces its
-gradients while the next one's backward pass computes (Zhao et al. 2023, arXiv 2304.11277, section
-3.3): of what communicates while a layer computes, `overlap` is hidden, up to what the layer
+sends (n - 1) / n · size bytes per worker, in n - 1 hops; an all-reduce is a reduce-scatter followed
+by an all-gather. A ring over several nodes crosses each node's network once; all rings of a node
+share its bandwidth, of which congestion leaves less the more nodes there are (`network_half`).
+FSDP2 gathers a layer's weights while the layer before computes, forward and backward, and reduces
+its gradients while the next one's backward pass computes (Zhao et al. 2023, arXiv 2304.11277,
+section 3.3): of what communicates while a layer computes, `overlap` is hidden, up to what the layer
 computes for; the first gathering of a pass and the last reduction have nothing to hide behind. The
 copies out of the gathered buffers and into the reduced ones are kernels between those of the model
 and are never hidden. With `parallel.shard_nodes` these are within a copy of the weights; once a
@@ -53,8 +54,8 @@ from slurmllm.plan.parameters import (
 )
 
 _FP8, _BF16, _FP32 = 1, 2, 4
-# Bytes moved to convert a number: read for the largest of its tensor or row, read again, written.
-_TO_FP8 = 2 * _BF16 + _FP8
+# Bytes moved to convert a number: read and written; its kernel before finds the largest.
+_TO_FP8 = _BF16 + _FP8
 # Numbers a parameter that AdamW reads and writes: weight, gradient, both moments, and all but the
 # gradient again; the gradient once more for its norm.
 _ADAMW = 8
@@ -98,13 +99,11 @@ def rate(members: Group, hardware: Hardware) -> float:
     return min(inside, network / members.rings)
 
 
-def gather_s(
-    size: float, members: Group, hardware: Hardware, efficiency: float | None = None
-) -> float:
+def gather_s(size: float, members: Group, hardware: Hardware, efficiency: float = 0) -> float:
     """Time of an all-gather or reduce-scatter, s; `size` is the unsharded tensor, in bytes."""
     if members.size == 1:
         return 0.0
-    reached = hardware.shard_efficiency if efficiency is None else efficiency
+    reached = efficiency or hardware.shard_efficiency
     sent_bytes = size * (members.size - 1) / members.size
     return sent_bytes / (rate(members, hardware) * reached) + latency_s(members, hardware)
 
@@ -115,23 +114,18 @@ def all_reduce_s(size: float, members: Group, hardware: Hardware) -> float:
 
 
 def latency_s(members: Group, hardware: Hardware) -> float:
-    """Return latency of one collective, s: that of log2(workers) hops, as in a tree."""
-    hop_us = hardware.node_link_latency_us if members.nodes == 1 else hardware.network_latency_us
-    return math.log2(members.size) * hop_us * 1e-6
+    """Return latency of one collective, s: that of a ring's hops."""
+    within_us = (members.size - members.nodes) * hardware.node_link_latency_us
+    return 1e-6 * (within_us + (members.nodes - 1) * hardware.network_latency_us)
 
 
 def stage_to_stage_s(size: float, mesh: Mesh, hardware: Hardware) -> float:
     """Time for each worker of a pipeline stage to send `size` bytes to the next stage, s."""
-    if mesh.pipeline == 1:
-        return 0.0
-    stage = mesh.stage_workers
-    if stage * mesh.pipeline <= mesh.devices_per_node:
-        link = hardware.node_link_gb_s * hardware.node_link_efficiency * 1e9
-        return size / link + hardware.node_link_latency_us * 1e-6
+    nodes = 1 if mesh.stage_workers * mesh.pipeline <= mesh.devices_per_node else 2
     # All workers of a node that send at once share its network.
-    sending = min(stage, mesh.devices_per_node)
-    link = hardware.network_gb_s * hardware.network_efficiency * 1e9 / sending
-    return size / link + hardware.network_latency_us * 1e-6
+    sending = min(mesh.stage_workers, mesh.devices_per_node)
+    pair = Group(2, nodes, sending, whole_nodes=True)
+    return size / rate(pair, hardware) + latency_s(pair, hardware)
 
 
 @dataclass(frozen=True)
@@ -196,9 +190,12 @@ def flops_utilization(config: RunConfig, workers: int, seq_per_s: float) -> floa
 class Trainer:
     """What another trainer, whose published runs are predicted, does otherwise than ours."""
 
-    reduced: int | None = None  # bytes of a gradient that workers sum
+    reduced: int = 0  # bytes of a gradient that workers sum; 0: as ours
     # Megatron's: products overlap with tensor-parallel collectives and transfers.
     overlaps_all: bool = False
+    bucket: int = 1  # numbers that data-parallel workers sum at once, if more than a layer has
+    # ZeRO 1 sums whole gradients; workers that own these tensors then broadcast them in turn.
+    tensors: int = 0
 
 
 OURS = Trainer()
@@ -238,12 +235,16 @@ class _Step:
         self.mesh, self.hardware = mesh, hardware
         self.model, self.recipe = config.recipe.model, config.recipe
         self.nxd = config.backend == "nxd"
+        self.trainer = trainer
         self.host_runs_ahead = config.cluster.device == "cuda"
         self.fsdp_disabled = fsdp_disabled(config, mesh)
         self.formats = formats(config)
-        if trainer.reduced is not None:
+        if trainer.reduced:
             self.formats = replace(self.formats, reduced=trainer.reduced)
-        self.overlap_all = hardware.overlap if trainer.overlaps_all else 0.0
+        self.overlap_all = hardware.overlap * trainer.overlaps_all
+        tensorwise = self.recipe.train.is_fp8 and self.recipe.train.fp8_recipe == "tensorwise"
+        # FSDP gathers weights in fp8, of which each worker has converted its share.
+        self.gathers_fp8 = tensorwise and mesh.shard > 1
         self.tokens = mesh.micro_batch * self.model.seq_len
         self.tensor_group = group(1, mesh.tensor, mesh.devices_per_node)
         self.layers = self.model.num_layers // mesh.pipeline
@@ -365,7 +366,7 @@ class _Step:
         rate = self.hardware.fp8_tflops
         if not (self.recipe.train.is_fp8 and rate):
             return self._product_s(product)
-        converted = product.m * product.k + product.k * product.n
+        converted = product.m * product.k + product.k * product.n * (not self.gathers_fp8)
         moved = _TO_FP8 * converted / self.bandwidth
         return product_s(product, rate * 1e12, _FP8, self.hardware) + moved
 
@@ -417,6 +418,14 @@ class _Step:
         # The workers that share out a copy of a stage's weights; those with the same share of it.
         members = group(mesh.tensor, mesh.shard, per_node)
         copies = group(mesh.tensor * mesh.shard, mesh.replicate, per_node)
+        # Collectives of a pass: one a layer, or fewer.
+        count = max(1, min(self.layers, numbers / self.trainer.bucket))
+
+        def exposed(seconds: float, computing: float) -> float:
+            """Return exposed seconds of a pass's collectives, of which the first is not hidden."""
+            hidden = hardware.overlap * min(seconds, computing * self.layers / count)
+            return seconds + (count - 1) * (seconds - hidden)
+
         # How often a step gathers all weights, and reduces and scatters all gradients.
         passes = gathers = 1
         if not self.nxd and mesh.pipeline == 1 and zero > 1:
@@ -430,30 +439,34 @@ class _Step:
             if zero > 0:
                 sizes = numbers * width.computed, numbers * width.reduced
                 total = sum(gather_s(size, members, hardware) for size in sizes)
-            return self._exposed_s(total / self.layers, forward + backward)
+            return exposed(total / count, forward + backward)
         # FSDP2 copies out of the buffers that it gathers into, and into those that it reduces.
-        size = numbers * (gathers * width.computed + passes * width.reduced)
+        gathered = _FP8 if self.gathers_fp8 else width.computed
+        size = numbers * (gathers * gathered + passes * width.reduced)
         copied = 2 * size / self.bandwidth
         if members.size == 1:
             return copied
         if not self.host_runs_ahead:
             copied = 0.0  # on CPUs, part of the measured rate of the collectives
-        layer = numbers / self.layers
-        weights = gather_s(layer * width.computed, members, hardware)
+        layer = numbers / count
+        if tensors := self.trainer.tensors:
+            workers = group(mesh.tensor, mesh.data, per_node)
+            summed = all_reduce_s(layer * width.reduced, workers, hardware)
+            broadcast = min(members.size, tensors) * latency_s(members, hardware)
+            broadcast += numbers * gathered / rate(members, hardware)
+            return copied + exposed(summed, backward) + broadcast
+        weights = gather_s(layer * gathered, members, hardware)
         gradients = gather_s(layer * width.reduced, members, hardware)
         summed = all_reduce_s(layer * width.reduced / mesh.shard, copies, hardware)
-        forwards, both = gathers - passes if gathers > 1 else 1, gradients + weights * (gathers > 1)
+        forwards, both = max(1, gathers - passes), gradients + weights * (gathers > 1)
         # Copies sum over the network while each one's collectives, within a node, use its links.
-        apart = members.nodes == 1 < copies.nodes
-        last = max(both, summed) if apart else both + summed
-        exposed = copied + forwards * self._exposed_s(weights, forward)
-        exposed += (passes - 1) * self._exposed_s(both, backward)
-        return exposed + self._exposed_s(last, backward)
-
-    def _exposed_s(self, layer: float, computing: float) -> float:
-        """Return the exposed seconds of one collective a layer; the first layer's is not hidden."""
-        hidden = self.hardware.overlap * min(layer, computing)
-        return layer + (self.layers - 1) * (layer - hidden)
+        last = max(both, summed) if members.nodes == 1 < copies.nodes else both + summed
+        return (
+            copied
+            + forwards * exposed(weights, forward)
+            + (passes - 1) * exposed(both, backward)
+            + exposed(last, backward)
+        )
 
 
 @lru_cache(maxsize=65536)
@@ -464,4 +477,4 @@ def product_s(product: Product, peak: float, width: int, hardware: Hardware) -> 
     if hardware.matrix_half:  # measured on whole products, their memory traffic included
         filled = product.smallest / (product.smallest + hardware.matrix_half)
         return max(work / filled, moved)
-    return work + moved
+    return math.hypot(work, moved)

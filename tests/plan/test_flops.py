@@ -97,7 +97,9 @@ def test_the_shipped_table_is_of_the_shipped_model(group: str) -> None:
         assert remaining[case.row.name].seq_per_s == pytest.approx(case.row.measured, rel=1e-3)
     # The table's errors are of constants fitted without the model: close to those of all rows.
     off = [abs(case.ratio() - remaining[case.row.name].left_out) for case in answer]
-    assert statistics.median(off) < (0.05 if group in planner.PUBLISHERS else 0.02)
+    # One of the three publishers of 2022 moves them more, one of seven of today less.
+    limits = {"gpu 2022": 0.1, "gpu 2023-26": 0.03}
+    assert statistics.median(off) < limits.get(group, 0.02)
     for constant, value in zip(
         planner.CONSTANTS[group], planner.shipped(group, answer), strict=True
     ):

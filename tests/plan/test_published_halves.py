@@ -7,7 +7,7 @@ from collections import defaultdict
 import planner
 import planner_halves
 import pytest
-from published_rows import FOLDER, PRECISIONS, configuration, half, precision, rows
+from published_rows import FOLDER, PRECISIONS, configuration, halves, precision, rows
 
 from slurmllm.plan.parameters import model_flops, parameters
 
@@ -41,14 +41,16 @@ def test_a_figure_is_the_one_that_the_source_states() -> None:
             assert float(row["throughput_value"]) == pytest.approx(stated, rel=1e-5), row["id"]
 
 
-def test_half_follows_from_repository_and_model() -> None:
-    halves = defaultdict(set)
+def test_each_repository_and_model_is_in_both_halves() -> None:
+    of_group = defaultdict(list)
+    expected = halves(ROWS)
     for row in ROWS:
-        assert row["half"] == half(row["group"]), row["id"]
-        halves[row["group"]].add(row["half"])
-    assert all(len(values) == 1 for values in halves.values())
+        assert row["half"] == expected[row["id"]], row["id"]
+        of_group[row["group"]].append(row["half"])
+    for group, names in of_group.items():
+        assert abs(names.count("fit") - names.count("held_out")) <= 1, group
     in_bf16 = [row["half"] for row in ROWS if "fp8" not in row["precision"]]
-    assert min(in_bf16.count(name) for name in planner_halves.HALVES) > 40
+    assert min(in_bf16.count(name) for name in ("fit", "held_out")) > 100
 
 
 def test_a_row_has_the_mfu_that_its_source_states() -> None:
@@ -79,4 +81,12 @@ def test_halves_are_printed(
     monkeypatch.setattr("sys.argv", ["planner.py", "--halves", "--rows"])
     planner.main()
     printed = capsys.readouterr().out
-    assert re.search(r"held out\n(.*\n)+InternLM/InternEvo .*\n(.*\n)+intern-7b-8g-tp1", printed)
+    assert re.search(r"held_out .*\n(.*\n)+InternLM/InternEvo .*\n(.*\n)+intern-7b-8g-t", printed)
+
+
+def test_one_half_is_printed_alone(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.argv", ["planner.py", "--halves", "fit"])
+    planner.main()
+    assert "held_out" not in capsys.readouterr().out

@@ -1,7 +1,7 @@
 """Rows of published_gpu_2.csv against the shipped constants: one half for fitting, one held out.
 
-`planner.py --halves` prints this. The half of a row follows from its repository and model, so that
-rows of one table are together.
+`planner.py --halves` prints this, with the rows of published_gpu_3.csv, which were collected when
+the constants were fitted, as `fresh`: nothing is fitted to them.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from published_rows import Row, rows
+from published_rows import FOLDER, Row, rows
 
 from slurmllm.plan.evidence import evidence
 from slurmllm.plan.search import known_hardware, predict
 from slurmllm.plan.step import step_time
 
-FILE = "published_gpu_2.csv"
-HALVES = ("fit", "held_out")
+FILE, FRESH_FILE = "published_gpu_2.csv", "published_gpu_3.csv"
+HALVES = ("fit", "held_out", "fresh")
 SLOW_GB_S = 100  # of a node's network: 800 Gbit/s
 
 
@@ -86,12 +86,15 @@ def summary(of: Sequence[Prediction]) -> str:
     return f"{len(of):5} {median:7.1%} {bias:+7.1%} {mean:+7.1%} {inside:6.0%}"
 
 
-def print_halves(each: bool) -> None:
-    every = [prediction(row) for row in rows(FILE)]
+def print_halves(each: bool, chosen: Sequence[str] = HALVES) -> None:
+    files = [file for file in (FILE, FRESH_FILE) if (FOLDER / file).exists()]
+    wanted = [row for file in files for row in rows(file) if row.half in chosen]
+    every = [prediction(row) for row in wanted]
     columns = f"{'rows':>5} {'median':>7} {'bias':>7} {'mean':>7} {'inside':>6}"
-    print(f"{'':<34}{'fit':<36}  held out\n{'':<34}{columns}  {columns}")
+    print(f"{'':<34}{'  '.join(f'{half:<36}' for half in chosen)}")
+    print(f"{'':<34}{'  '.join(columns for _ in chosen)}")
     for name, of_kind in _kinds(every):
-        halves = [summary([of for of in of_kind if of.row.half == half]) for half in HALVES]
+        halves = [summary([of for of in of_kind if of.row.half == half]) for half in chosen]
         print(f"{name:<34}{'  '.join(halves)}")
     for one in every if each else []:
         speed = f"{one.row.measured:9.2f} seq/s {one.ratio - 1:+7.1%}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import sha256
@@ -23,18 +23,18 @@ SOFTWARE = {"2022": "2022", "2022-23": "2022-23", "2023-25": "2023-25"}
 TODAY = "2023-26"
 # What a profile's shares, which are of today's software, were with earlier software: `planner.py
 # --fit` prints them. The rest is as the profile has it.
-_2022 = {"matrix_efficiency": 0.697, "attention_efficiency": 0.212}
-_2023 = {"attention_efficiency": 0.267, "overlap": 0.819, "straggler_share": 0.013}
+_2022 = {"matrix_efficiency": 0.697, "attention_efficiency": 0.139}
+_2023 = {"attention_efficiency": 0.27, "overlap": 0.806, "straggler_share": 0.016}
 EARLIER: dict[tuple[str, str], dict[str, float]] = {
     ("2022", "p4d"): _2022,
     ("2022", "p4de"): _2022,
-    ("2022-23", "p4d"): {**_2023, "matrix_efficiency": 0.839, "memory_efficiency": 0.619},
-    ("2022-23", "p4de"): {**_2023, "matrix_efficiency": 0.95, "memory_efficiency": 0.472},
+    ("2022-23", "p4d"): {**_2023, "matrix_efficiency": 0.808, "memory_efficiency": 0.446},
+    ("2022-23", "p4de"): {**_2023, "matrix_efficiency": 0.937, "memory_efficiency": 0.34},
     ("2022-23", "p5"): {
         **_2023,
-        "matrix_efficiency": 0.82,
-        "attention_efficiency": 0.152,
-        "memory_efficiency": 0.472,
+        "matrix_efficiency": 0.8,
+        "attention_efficiency": 0.15,
+        "memory_efficiency": 0.34,
     },
 }
 PRECISIONS = get_args(TrainConfig.model_fields["precision"].annotation)
@@ -177,7 +177,7 @@ class Row:
     precision: str  # of the recipe
     network_is_stated: bool  # by the source; else the profile's
     gradients: str  # as workers sum them: bf16 or fp32; empty: not known
-    group: str  # repository and model; its rows are in one half
+    group: str  # repository and model
     half: str  # fit, held_out or fresh; empty: of published_gpu.csv and published_trn1.csv
     trainer: Trainer
 
@@ -201,9 +201,13 @@ def rows(file: str) -> Iterator[Row]:
                 yield _row(row)
 
 
-def half(group: str) -> str:
-    """The half of a group's rows, by a rule older than any prediction of them."""
-    return "held_out" if sha256(group.encode()).digest()[-1] % 2 else "fit"
+def halves(written: Iterable[Mapping[str, str]]) -> dict[str, str]:
+    """The half of each row: in the order of groups, and of hashes in one, every second is held out.
+
+    So both halves have rows of every group of two, whatever was predicted of them.
+    """
+    by_hash = sorted(written, key=lambda row: (row["group"], sha256(row["id"].encode()).digest()))
+    return {row["id"]: ("fit", "held_out")[place % 2] for place, row in enumerate(by_hash)}
 
 
 def _row(row: dict[str, str]) -> Row:
@@ -222,16 +226,21 @@ def _row(row: dict[str, str]) -> Row:
     if row["throughput_unit"].startswith("tokens/s"):
         measured /= seq_len
     origin = row["source"], row["generation"], config.recipe.train.precision
-    gradients, group, half_name = (row.get(name, "") for name in ("gradients", "group", "half"))
+    gradients, group, half = (row.get(name, "") for name in ("gradients", "group", "half"))
     shown = row["id"], row["model"], row["hardware"], config, mesh, measured, *origin
-    return Row(*shown, bool(network(row)), gradients, group, half_name, trainer(row))
+    return Row(*shown, bool(network(row)), gradients, group, half, trainer(row))
 
 
 def trainer(row: dict[str, str]) -> Trainer:
     """What the source states of the trainer."""
     in_bf16 = row.get("gradients") == "bf16" or "mp_mode PURE" in row["notes"]
     overlaps = "TP communication overlapped" in row["notes"]
-    return Trainer(2 if in_bf16 else None, overlaps)
+    # InternEvo@34fc28d, internlm/solver/optimizer/hybrid_zero_optim.py and modeling_internlm.py.
+    is_intern = row.get("group", "").startswith("InternLM/")
+    tensors = 9 * SHAPES[row["model"]].layers + 3 if is_intern else 0
+    # Megatron Core's default: megatron/core/distributed/distributed_data_parallel_config.py.
+    bucket = max(40_000_000, 1_000_000 * int(row["dp"])) if overlaps else 1
+    return Trainer(2 if in_bf16 else 0, overlaps, bucket, tensors)
 
 
 def recipe_overrides(row: dict[str, str]) -> list[str]:
@@ -263,7 +272,9 @@ def _cluster(row: dict[str, str]) -> tuple[str, list[str]]:
     stated |= {name: str(value) for name, value in EARLIER.get((software, profile), {}).items()}
     stated |= {"software": "" if profile == "trn1" else f"'{software}'"}
     if (watts := re.search(r"(\d+) W\b", row["notes"])) and profile == "p5":
-        stated["bf16_tflops"] = f"{_H100_TFLOPS * (int(watts[1]) / _H100_WATTS) ** (1 / 3):.1f}"
+        slower = (int(watts[1]) / _H100_WATTS) ** (1 / 3)
+        stated |= {"bf16_tflops": f"{_H100_TFLOPS * slower:.1f}"}
+        stated |= {"fp8_tflops": f"{2 * _H100_TFLOPS * slower:.1f}"}
     return profile, [f"cluster.hardware.{name}={value}" for name, value in stated.items() if value]
 
 

@@ -7,7 +7,6 @@ without one the peak is the fastest that was seen.
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -200,20 +199,20 @@ class Link(NamedTuple):
     """What collectives reach."""
 
     rate: float  # bytes a second that a worker passes on in an all-reduce
-    hop_s: float  # one of its log2(workers) hops
+    hop_s: float  # one of its workers - 1 hops
     alone: float  # share of the rate that gathering and scattering reach on their own
 
 
 def fit_link(samples: Samples) -> Link:
     """Return what collectives over one group reach.
 
-    A gather, or a reduction that scatters, takes (n - 1) / n · bytes / rate + log2(n) · hop, and an
+    A gather, or a reduction that scatters, takes (n - 1) / n · bytes / rate + (n - 1) · hop, and an
     all-reduce twice that. The hop follows from the smallest all-reduce; the rates from the largest
     collectives.
     """
     workers = samples[0].sizes[0]
     share = (workers - 1) / workers
-    hops = math.log2(workers)
+    hops = workers - 1
     large = max(sample.sizes[1] for sample in samples)
     smallest = min((s for s in samples if s.kind == "all_reduce"), key=lambda s: s.sizes)
     small = smallest.value / 2

@@ -256,7 +256,7 @@ class Hardware(Section):
     """Share of the peak that large matrix products reach."""
     matrix_half: NonNegativeFloat = 0.0
     """Smallest dimension at which a matrix product reaches half of matrix_efficiency, where that
-    was measured; 0: the time of its memory traffic is added to that of its work."""
+    was measured; 0: the times of its work and of its memory traffic are added as squares."""
     attention_efficiency: Share
     """Share of the peak that the products within attention reach."""
     memory_efficiency: Share
