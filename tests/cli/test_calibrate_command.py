@@ -1,6 +1,7 @@
 """`slurmllm calibrate`: profiles and pictures of what is measured."""
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 
@@ -76,7 +77,8 @@ def test_matrix_size_without_a_device_is_the_planners_curve(tmp_path: Path) -> N
     traffic = (
         2 * (m * k + k * n + m * n) / (hardware.memory_gb_s * hardware.memory_efficiency * 1e9)
     )
-    assert shares[-1] == pytest.approx(work / (work / hardware.matrix_efficiency + traffic))
+    took = math.hypot(work / hardware.matrix_efficiency, traffic)
+    assert shares[-1] == pytest.approx(work / took)
     assert picture.read_bytes().startswith(b"\x89PNG")
     shown = calibrate_here(*arguments).stdout
     assert "8,192 × 8,192 × 32,768  -        -" in shown

@@ -250,7 +250,7 @@ def test_a_run_that_never_gets_on_has_no_end() -> None:
 
 
 def test_assumed_constants_are_named() -> None:
-    constants = "network_efficiency 0.3, matrix_efficiency 0.927"
+    constants = "network_efficiency 0.3, matrix_efficiency 0.628"
     done = plan("neox_20b", "--nodes", "4", "--cluster", "trn2", "--top", "1")
     assert f"assumed, not measured: {constants}" in done.stdout
     assert "submit         refused: neuronx-distributed" in done.stdout
