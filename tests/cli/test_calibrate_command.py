@@ -71,6 +71,7 @@ def test_matrix_size_without_a_device_is_the_planners_curve(tmp_path: Path) -> N
         shares = [row["planner_utilization"] for row in rows]
         assert shares == sorted(shares)
     hardware = resolve("neox_20b", "trn1").cluster.hardware
+    assert hardware is not None
     # The work at the efficiency, and the traffic of its operands and its result in bf16.
     m, k, n = 8192, 8192, 32768
     work = 2 * m * k * n / (hardware.bf16_tflops * 1e12)
