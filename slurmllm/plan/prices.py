@@ -97,10 +97,9 @@ class Cost:
 def cost(
     candidate: LayoutEstimate,
     tokens: int | None,
-    usd_per_node_hour: float | None,
+    price: NodePrice | None,
     effective: float = 1.0,
     goodput: float | None = None,
-    waits_are_paid: bool = False,
 ) -> Cost:
     """Return time and dollars of training one layout.
 
@@ -108,7 +107,6 @@ def cost(
         tokens: Tokens to train on; None: the recipe's `train.steps`.
         effective: Share of the node hours that trains, by `plan.lost_time`.
         goodput: Share of the wall time that trains; None: no wait in the queue, as `effective`.
-        waits_are_paid: Whether nodes cost the same while the run waits in the queue.
     """
     goodput = effective if goodput is None else goodput
     recipe = candidate.config.recipe
@@ -119,10 +117,11 @@ def cost(
     node_hours = nodes * training_h / effective
     hours = training_h / goodput
     usd = waiting_usd = usd_per_hour = tokens_per_usd = None
-    if usd_per_node_hour is not None:
-        usd_per_hour = nodes * usd_per_node_hour
-        waiting_usd = (hours - training_h / effective) * usd_per_hour if waits_are_paid else 0.0
-        usd = node_hours * usd_per_node_hour + waiting_usd
+    if price is not None:
+        usd_per_hour = nodes * price.usd
+        waiting_h = hours - training_h / effective if price.bills_waiting else 0.0
+        waiting_usd = waiting_h * usd_per_hour
+        usd = node_hours * price.usd + waiting_usd
         tokens_per_usd = candidate.tokens_per_s * _HOUR_S / usd_per_hour
     return Cost(
         steps, steps * a_step, hours, node_hours, usd, waiting_usd, usd_per_hour, tokens_per_usd

@@ -157,17 +157,15 @@ class RecipePlan:
         return min(fitting, key=order)
 
     def forecast(self, candidate: LayoutEstimate) -> TrainingForecast:
-        price = None if self.price is None else self.price.usd
         # Lost time depends on the number of steps: count these without it first.
-        ideal = cost(candidate, self.tokens, price)
+        ideal = cost(candidate, self.tokens, self.price)
         try:
             lost = lost_time(
                 candidate.config, candidate.mesh.nodes, candidate.step.total, ideal.steps
             )
         except ConfigError as error:
             return TrainingForecast(ideal, None, "; ".join(error.faults))
-        paid = self.price is not None and self.price.bills_waiting
-        real = cost(candidate, self.tokens, price, lost.effective, lost.goodput, paid)
+        real = cost(candidate, self.tokens, self.price, lost.effective, lost.goodput)
         return TrainingForecast(real, lost)
 
     @property

@@ -11,12 +11,12 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from operator import attrgetter
-from typing import Any
 
 from slurmllm.core.config.cluster import Hardware
 from slurmllm.core.config.recipe import Checkpointing
 from slurmllm.core.config.resolve import RunConfig
 from slurmllm.core.config.rules import RULES, divisors
+from slurmllm.core.config.yaml_source import Values
 from slurmllm.core.errors import ConfigError
 from slurmllm.core.format import format_gib, format_number, format_plural
 from slurmllm.plan.memory import worker_memory
@@ -34,8 +34,14 @@ from slurmllm.plan.parameters import model_flops
 from slurmllm.plan.step import StepTime, peak_flops, step_time
 
 # The settings that the search varies, unless `fixed` names them.
-_DEGREES = ("tensor", "pipeline", "virtual_pipeline", "sequence", "zero", "shard_nodes")
-DEGREES = tuple(f"parallel.{name}" for name in _DEGREES)
+DEGREES = (
+    "parallel.tensor",
+    "parallel.pipeline",
+    "parallel.virtual_pipeline",
+    "parallel.sequence",
+    "parallel.zero",
+    "parallel.shard_nodes",
+)
 VARIED = (*DEGREES, "train.micro_batch", "train.activation_checkpointing")
 LARGEST = 4096  # nodes
 _LARGEST_MICRO_BATCH = 64
@@ -187,14 +193,8 @@ def _layouts(
     if "train.micro_batch" in config.open_settings():  # auto would be one to measure
         config = config.with_settings("train", micro_batch=1)
     parallel, world = config.recipe.parallel, nodes * config.cluster.devices_per_node
-
-    def values(path: str, candidates: Sequence[Any]) -> list[Any]:
-        return (
-            [attrgetter(path)(config.recipe)] if path in fixed else list(dict.fromkeys(candidates))
-        )
-
     for tensor, pipeline in model_degrees(config, nodes, fixed):
-        chunks = [1, parallel.virtual_pipeline] if pipeline > 1 else [1]
+        chunks = sorted({1, parallel.virtual_pipeline}) if pipeline > 1 else [1]
         data = world // (tensor * pipeline)
         sequences = [True, False] if tensor > 1 else [False]
         # Distinct ZeRO stages, from the fastest to the smallest.
@@ -206,16 +206,21 @@ def _layouts(
             chunks, sequences, modes = [1], sequences[:1], modes[-1:]
             # ZeRO-1 gives the only data-parallel worker a copy of the weights, and saves nothing.
             zeros = zeros if data == 1 else zeros[-1:]
-        options = (
-            values("parallel.virtual_pipeline", chunks),
-            values("parallel.sequence", sequences),
-            values("parallel.zero", zeros),
-            values("parallel.shard_nodes", [None]),
-        )
-        modes = values("train.activation_checkpointing", modes)
-        for degrees in product([tensor], [pipeline], *options):
-            settings = dict(zip(_DEGREES, degrees, strict=True))
-            layout = config.with_settings("parallel", **settings)
+        options: Values = {
+            "tensor": [tensor],
+            "pipeline": [pipeline],
+            "virtual_pipeline": chunks,
+            "sequence": sequences,
+            "zero": zeros,
+            "shard_nodes": [None],
+        }
+        for name in options:
+            if f"parallel.{name}" in fixed:
+                options[name] = [getattr(parallel, name)]
+        if "train.activation_checkpointing" in fixed:
+            modes = [config.recipe.train.activation_checkpointing]
+        for degrees in product(*options.values()):
+            layout = config.with_settings("parallel", **dict(zip(options, degrees, strict=True)))
             for mode in modes:
                 yield layout.with_settings("train", activation_checkpointing=mode)
 

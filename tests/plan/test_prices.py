@@ -56,7 +56,7 @@ def test_old_prices_are_warned_of() -> None:
     assert NodePrice(21.5).warnings("trn1") == []
 
 
-RESERVED = 7.59  # dollars for an hour of a trn1.32xlarge, for three years, by AWS's post
+RESERVED = NodePrice(7.59)  # dollars for an hour of a trn1.32xlarge, for three years, by AWS's post
 
 
 def candidate(recipe: str, nodes: int, seq_per_s: float, *overrides: str) -> LayoutEstimate:
@@ -99,7 +99,7 @@ def test_a_billion_tokens_on_demand(
 ) -> None:
     """Of throughputs that AWS published, at its price on demand."""
     layout = candidate(recipe, nodes, seq_per_s)
-    result = cost(layout, 10**9, 21.50)
+    result = cost(layout, 10**9, NodePrice(21.50))
     assert result.hours == pytest.approx(hours, rel=0.05)
     assert result.usd == pytest.approx(usd, rel=0.03)
     a_step = layout.mesh.global_batch * layout.config.recipe.model.seq_len
@@ -109,7 +109,8 @@ def test_a_billion_tokens_on_demand(
 
 def test_losses_are_bought_and_waits_where_nodes_are_paid_while_waiting() -> None:
     layout = candidate("neox_20b", 4, 13.6)
-    free, lossy = cost(layout, None, 10.0), cost(layout, None, 10.0, effective=0.9, goodput=0.8)
+    price = NodePrice(10.0)
+    free, lossy = cost(layout, None, price), cost(layout, None, price, effective=0.9, goodput=0.8)
     assert free.steps == layout.config.recipe.train.steps == 10_000
     assert free.tokens == 10_000 * layout.mesh.global_batch * 2048
     assert free.node_hours == pytest.approx(4 * free.hours)
@@ -117,11 +118,11 @@ def test_losses_are_bought_and_waits_where_nodes_are_paid_while_waiting() -> Non
         (free.node_hours / 0.9, free.hours / 0.8)
     )
     assert lossy.usd == pytest.approx(lossy.node_hours * 10)
-    assert cost(layout, None, 10.0, effective=0.9).hours == pytest.approx(free.hours / 0.9)
+    assert cost(layout, None, price, effective=0.9).hours == pytest.approx(free.hours / 0.9)
     free = cost(layout, None, RESERVED, 0.9, 0.8)
-    paid = cost(layout, None, RESERVED, 0.9, 0.8, waits_are_paid=True)
+    paid = cost(layout, None, NodePrice(7.59, bills_waiting=True), 0.9, 0.8)
     assert (free.waiting_usd, paid.hours) == (0, free.hours)
-    assert paid.usd == pytest.approx(paid.hours * 4 * RESERVED)
+    assert paid.usd == pytest.approx(paid.hours * 4 * 7.59)
     assert paid.waiting_usd == pytest.approx(present(paid.usd) - present(free.usd))
 
 

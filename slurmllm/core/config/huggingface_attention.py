@@ -222,16 +222,20 @@ def attention_settings(model: ModelConfig) -> Values:
     for name, (key, _) in dialect.rope_bases.items():
         same_type = (kind for kind in kinds if (kind.window is not None) == (name == _SLIDING))
         base, scaling = model.rotary_scheme(next(same_type, FULL_ATTENTION))
+        scaled = {}
+        if scaling is not None:
+            scaled = scaling.model_dump()
+            scaled["rope_type"] = scaled.pop("kind")
         parameters[name] = {
             "rope_type": "default",
             "rope_theta": base,
             "partial_rotary_factor": model.rotary_pct,
-            **_scaling_settings(scaling),
+            **scaled,
         }
         if name and key:
             settings[key] = base
-        if scaling is not None and name != _SLIDING:
-            settings["rope_scaling"] = _scaling_settings(scaling)
+        if scaled and name != _SLIDING:
+            settings["rope_scaling"] = scaled
     settings["rope_parameters"] = parameters.get("", parameters)
     return settings
 
@@ -247,12 +251,4 @@ def _layer_settings(keys: LayerKeys, kinds: Sequence[LayerAttention]) -> Values:
         settings["no_rope_layer_interval"] = keys.unrotated_every
         settings["no_rope_layers"] = [int(kind.rope != "none") for kind in kinds]
         settings["use_sliding_window"] = window is not None
-    return settings
-
-
-def _scaling_settings(scaling: RopeScaling | None) -> Values:
-    if scaling is None:
-        return {}
-    settings = scaling.model_dump()
-    settings["rope_type"] = settings.pop("kind")
     return settings

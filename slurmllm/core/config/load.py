@@ -102,8 +102,9 @@ def _read(path: Path, trusted: bool = False) -> tuple[Values, Origins]:
 def _drop_removed(tree: Values, origins: Origins) -> None:
     """Delete removed fields that an older version recorded and on which its run does not depend."""
     for field in removed.FIELDS:
-        paths = [path for path in origins if f"{path}.".startswith(f"{field}.")]
-        if field not in removed.UNUSED_BY_RUNS and any(is_set(path, origins) for path in paths):
+        if field not in removed.UNUSED_BY_RUNS and any(
+            is_set(path, origins) for path in origins if f"{path}.".startswith(f"{field}.")
+        ):
             continue
         *sections, leaf = field.split(".")
         section: Any = tree

@@ -82,7 +82,7 @@ def apply_layouts(tree: Tree, cluster: Tree) -> None:
     if isinstance(parallel, Value) and parallel.value == "auto":  # a layout's
         tree["parallel"] = make_node(AUTO, parallel.source)
     if parallel is None:
-        tree["parallel"] = make_node(AUTO, f"no layout for {value_at(cluster, 'name')}")
+        tree["parallel"] = make_node(AUTO, f"no layout for {name}")
 
 
 def _move(path: str, layout: Any, hardware: str, tree: Tree) -> None:

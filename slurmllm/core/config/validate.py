@@ -151,19 +151,20 @@ def _open_auto_settings(recipe_tree: Values, origins: Origins) -> None:
     """Leave degrees that are `auto` (by `parallel.auto`) and null settings to the planner."""
     train = recipe_tree.get("train")
     if isinstance(train, Mapping):
-        null = {path for path in OPEN if train.get(path.removeprefix("train."), ...) is None}
-        recipe_tree["train"] = {k: v for k, v in train.items() if f"train.{k}" not in null}
-        for path in null:
-            origins.pop(path, None)
+        recipe_tree["train"] = settings = {**train}
+        for path in OPEN:
+            name = path.removeprefix("train.")
+            if settings.get(name, ...) is None:
+                del settings[name]
+                origins.pop(path, None)
     section = recipe_tree.get("parallel")
-    if not isinstance(section, Mapping):
-        return
-    degrees = ParallelConfig.model_fields.keys() - {"auto"}
-    auto = [name for name, value in section.items() if value == "auto" and name in degrees]
-    for name in auto:
-        origins["parallel.auto"] = origins.pop(f"parallel.{name}", "default")
-    fixed = {name: value for name, value in section.items() if name not in auto}
-    recipe_tree["parallel"] = {**fixed, "auto": True} if auto else fixed
+    if isinstance(section, Mapping):
+        recipe_tree["parallel"] = degrees = {**section}
+        for name, value in section.items():
+            if value == "auto" and name in ParallelConfig.model_fields and name != "auto":
+                del degrees[name]
+                degrees["auto"] = True
+                origins["parallel.auto"] = origins.pop(f"parallel.{name}", "default")
 
 
 def _defaults(model: type[BaseModel], prefix: str = "") -> Values:

@@ -36,20 +36,18 @@ FAMILIES: dict[str, Family] = {}
 
 def register(family: Family) -> None:
     """Make a family known by its name; raise ValueError if its name or defaults are wrong."""
-    if FAMILIES.get(family.name, family) is not family:
-        raise ValueError(f"model family {family.name!r}: already registered; rename one of them")
     missing = [name for name in CHOSEN if name not in family.defaults]
-    if missing:
-        raise ValueError(f"model family {family.name!r}: no default of {', '.join(missing)}")
-    if family.norm_weight == "one_plus" and family.norm != "rms":
-        raise ValueError(
-            f"model family {family.name!r}: norm_weight one_plus is only for RMSNorm; set norm=rms"
-        )
-    if family.qk_norm_over == "vector" and family.norm_weight != "plain":
-        raise ValueError(
-            f"model family {family.name!r}: a norm of all heads together has a plain weight; set "
-            "norm_weight=plain"
-        )
+    fault = ""
+    if FAMILIES.get(family.name, family) is not family:
+        fault = "already registered; rename one of them"
+    elif missing:
+        fault = f"no default of {', '.join(missing)}"
+    elif family.norm_weight == "one_plus" and family.norm != "rms":
+        fault = "norm_weight one_plus is only for RMSNorm; set norm=rms"
+    elif family.qk_norm_over == "vector" and family.norm_weight != "plain":
+        fault = "a norm of all heads together has a plain weight; set norm_weight=plain"
+    if fault:
+        raise ValueError(f"model family {family.name!r}: {fault}")
     FAMILIES[family.name] = family
 
 
