@@ -373,7 +373,7 @@ def test_what_is_refused() -> None:
     for settings, message in (
         (("optim.momentum=0.9",), "optim.momentum: 0.9 is for optim.name muon, and optim.name is"),
         (("optim.nesterov=false",), "optim.nesterov: false is for optim.name muon"),
-        (("optim.adamw_lr=1e-3",), "leave it out, or set optim.name=muon"),
+        (("optim.adamw_lr=1e-3",), "or set optim.name=muon"),
         ((MUON, "optim.settings.adamw_lr=1e-3"), "optim.name is muon; set optim.name to one, or"),
         ((MUON, "optim.ns_steps=0"), "optim.ns_steps"),
         ((MUON, "optim.momentum=1"), "optim.momentum"),
