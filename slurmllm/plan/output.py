@@ -47,6 +47,7 @@ _NEAREST = 3  # layouts that do not fit, at most
 _UNKNOWN_COST = "cost unknown: give --price DOLLARS for a node hour"
 
 
+Cells = dict[str, str]  # by heading, or by name of a fact
 PlanTable = tuple[Sequence[str], Sequence[Sequence[str]]]  # headings, rows
 
 
@@ -173,7 +174,7 @@ def layout_tables(plan: RecipePlan, top: int) -> tuple[PlanTable, PlanTable]:
     return _table(headings, layouts), _table(list(shares[0]), shares)
 
 
-def _table(headings: Sequence[str], rows: Sequence[dict[str, str]]) -> PlanTable:
+def _table(headings: Sequence[str], rows: Sequence[Cells]) -> PlanTable:
     """Return a table without the columns that are empty in every row."""
     names = [name for name in headings if {row.get(name, ABSENT) for row in rows} - {ABSENT, "0.0"}]
     return names, [[row.get(name, ABSENT) for name in names] for row in rows]
@@ -183,7 +184,7 @@ def _memory_heading(layout: LayoutEstimate) -> str:
     return f"of {layout.memory.limit / GIB:.4g} GiB"
 
 
-def _cells(plan: RecipePlan, layout: LayoutEstimate) -> dict[str, str]:
+def _cells(plan: RecipePlan, layout: LayoutEstimate) -> Cells:
     """Return heading → cell of all tables."""
     mesh, recipe, forecast = layout.mesh, layout.config.recipe, plan.forecast(layout)
     cost, published = forecast.cost, evidence(layout)
@@ -236,7 +237,7 @@ def print_explanation(node_plan: NodePlan) -> None:
             click.echo(line)
 
 
-def _lost_time_facts(best: LayoutEstimate, forecast: TrainingForecast) -> dict[str, str]:
+def _lost_time_facts(best: LayoutEstimate, forecast: TrainingForecast) -> Cells:
     """Return where the node hours go, how often nodes fail, and the checkpoint interval."""
     recipe, lost = best.config.recipe, forecast.lost_time
     if lost is None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
 from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass
@@ -120,7 +119,7 @@ class LenientConfig:
 
     config: RunConfig | None = None  # the whole configuration; None if the file does not hold one
     # Dotted path → value, as stored; None if the file is unreadable.
-    values: Mapping[str, Any] | None = None
+    values: Values | None = None
     warnings: Texts = ()  # faults of the file
 
     @property

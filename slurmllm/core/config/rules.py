@@ -7,7 +7,7 @@ that all faults of a file are reported at once and each of them once.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
@@ -15,6 +15,7 @@ from slurmllm.core.config.data_sources import known_address
 from slurmllm.core.config.families import CHOSEN, EXTRAS, FAMILIES, gate_block
 from slurmllm.core.config.recipe import MUON, OptimConfig, num_warmup_steps
 from slurmllm.core.config.variables import has_password
+from slurmllm.core.config.yaml_source import Values
 from slurmllm.core.format import Texts
 
 Check = Callable[..., str]  # returns a fault, or an empty text
@@ -461,7 +462,7 @@ def replica_can_be_opened(location: str | None) -> str:
     return ""
 
 
-def broken_rules(values: Mapping[str, Any]) -> Iterator[str]:
+def broken_rules(values: Values) -> Iterator[str]:
     """Yield a message for each rule that is broken.
 
     Args:

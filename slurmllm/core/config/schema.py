@@ -23,7 +23,7 @@ from slurmllm.core.config.profiles import any_command, find_yaml, name_of, shipp
 from slurmllm.core.config.recipe import Recipe
 from slurmllm.core.config.resolve import RunConfig, recipes_dir, resolve
 from slurmllm.core.config.validate import OPEN
-from slurmllm.core.config.yaml_source import flatten, write_yaml
+from slurmllm.core.config.yaml_source import Values, flatten, write_yaml
 from slurmllm.core.errors import ConfigError
 from slurmllm.core.run.rundir import write_bytes
 
@@ -50,7 +50,7 @@ _COMMAND_FIELDS = {
     "slurm": "time",
 }
 # In a comment, unless the other recipe sets the field.
-_EXAMPLES: dict[str, Any] = {
+_EXAMPLES: Values = {
     "data.corpus": "/data/corpus",
     "data.tokenizer": "/data/tokenizer.json",
     "data.validation": 0.01,

@@ -119,7 +119,7 @@ def _take_training_out(recipe_tree: Values, origins: Origins) -> list[str]:
         recipe_tree["checkpoint"] = {"keep": taken.pop(KEEP)}
         if fault := _keep_fault(recipe_tree["command"], origins):
             return [fault]
-    places: dict[str, str] = {}  # section → the first source of its values
+    places: Origins = {}  # section → the first source of its values
     for path in taken:
         source = f" ({origins[path]})" if path in origins else ""
         places.setdefault(path.partition(".")[0], source)
