@@ -124,7 +124,9 @@ def _is_sequence(node: ast.AST) -> bool:
 
 
 def _is_number(node: ast.AST) -> bool:
-    """Whether an operand is a count: a number, a length or a sum of them."""
+    """Whether an operand is a count: a number, a length, a sum of them, or a name that says so."""
+    if isinstance(node, ast.Name):
+        return node.id in ("count", "depth") or node.id.startswith("num_")
     if isinstance(node, ast.Constant):
         return isinstance(node.value, int) and not isinstance(node.value, bool)
     if isinstance(node, ast.BinOp):

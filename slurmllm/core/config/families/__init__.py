@@ -22,8 +22,7 @@ from slurmllm.core.config.families.family import Sharding as Sharding
 from slurmllm.core.config.families.family import gate_block as gate_block
 from slurmllm.core.config.families.gemma3 import GEMMA3
 from slurmllm.core.config.families.gpt3 import GPT3
-from slurmllm.core.config.families.llama import LLAMA
-from slurmllm.core.config.families.mistral import MISTRAL
+from slurmllm.core.config.families.llama import LLAMA, MISTRAL
 from slurmllm.core.config.families.nanochat import NANOCHAT
 from slurmllm.core.config.families.neox import NEOX
 from slurmllm.core.config.families.olmo3 import OLMO3

@@ -1,12 +1,18 @@
 """Llama 2: Touvron et al. 2023 (arXiv 2307.09288); Llama 3 to 3.2: Grattafiori et al. 2024
-(arXiv 2407.21783).
+(arXiv 2407.21783); Mistral 7B and Nemo: Jiang et al. 2023 (arXiv 2310.06825).
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from slurmllm.core.config.families.family import LATER_KEYS, Family, HuggingFaceModel, module_table
+from slurmllm.core.config.families.family import (
+    LATER_KEYS,
+    Family,
+    HuggingFaceModel,
+    LayerKeys,
+    module_table,
+)
 
 _MODULES = """
     embed                     same     model.embed_tokens
@@ -63,9 +69,30 @@ LLAMA = Family(
     ),
 )
 
+_KEYS = LLAMA.hugging_face.keys
+
+MISTRAL = replace(
+    LLAMA,
+    name="mistral",
+    choices={**LLAMA.choices, "attention_bias": (False,), "mlp_bias": (False,)},
+    optional=LLAMA.optional | {"attention_pattern"},
+    # transformers/models/mistral: Llama's names.
+    hugging_face=replace(
+        LLAMA.hugging_face,
+        model_type="mistral",
+        causal="MistralForCausalLM",
+        base="MistralModel",
+        keys={
+            **{name: key for name, key in _KEYS.items() if not name.endswith("_bias")},
+            "seq_len": ("max_position_embeddings", 131072),
+            "num_kv_heads": ("num_key_value_heads", 8),
+        },
+        layers=LayerKeys(window=4096),
+    ),
+)
+
 # Later models: norms of queries and keys, and no biases in the feed-forward layer, of which their
 # config.json says nothing.
-_KEYS = LLAMA.hugging_face.keys
 LATER_LLAMA = replace(
     LLAMA,
     defaults={**LLAMA.defaults, "qk_norm": True},
