@@ -88,7 +88,7 @@ def _layers(values: Values, keys: LayerKeys, count: int, faults: list[str]) -> l
     if window is not None and (type(window) is not int or window < 1):
         faults.append(f"sliding_window: {window!r} is not a number of tokens")
         return []
-    rotated = windowed = [True] * count
+    rotated = windowed = [True for _ in range(count)]
     if keys.unrotated_every:
         every = values.get("no_rope_layer_interval", keys.unrotated_every)
         rotated = _flags(values, "no_rope_layers", every, (1, 0), count, faults)
@@ -102,7 +102,7 @@ def _layers(values: Values, keys: LayerKeys, count: int, faults: list[str]) -> l
             faults.append(f"layer_types: {_SLIDING} needs a sliding_window, which is not set")
         if types is None and values.get("_sliding_window_pattern", every) != every:
             faults.append("_sliding_window_pattern: is not read; set sliding_window_pattern")
-    elif window is not None and types not in (None, [_SLIDING] * count):
+    elif window is not None and types not in (None, [_SLIDING for _ in range(count)]):
         faults.append(
             f"layer_types: all layers have the sliding_window {window}; set it to null, or remove "
             "layer_types"
