@@ -119,17 +119,17 @@ class CaseFailed(Exception):
     """A worker raised; its traceback is the message."""
 
 
-# What a worker imports, at whatever moment: the first compilation takes a second of each process of
-# each case. None of it starts a thread.
+# What a worker imports, at whatever moment, and what one that compiles or has fp8 does, which takes
+# a second of each process of each case. None of it starts a thread.
 PRELOAD = """
-torch torch._dynamo torch._inductor.compile_fx torch.distributed.pipelining
-torch.distributed.checkpoint torchao.float8
+torch torch._dynamo torch.distributed.pipelining torch.distributed.checkpoint
 slurmllm.train.backends.native.runtime slurmllm.train.backends.native.dcp
 slurmllm.train.model.decoder slurmllm.train.worker slurmllm.train.loop
 slurmllm.train.hooks.checkpoint slurmllm.train.hooks.evaluation
 slurmllm.train.hooks.monitoring slurmllm.train.hooks.tensorboard slurmllm.data.stream
 slurmllm.train.checkpoint.save tokenizers pyarrow.ipc
 """
+COMPILED = "torch._inductor.compile_fx torchao.float8"
 
 
 class MeshPool:
@@ -194,8 +194,8 @@ class MeshPool:
         context: Any = mp.get_context("forkserver")
         # NxD's CPU mode is set by whoever has NxD here (tests/nxd).
         has_nxd = os.environ.get("NXD_CPU_MODE") == "1"
-        nxd = ["slurmllm.train.backends.nxd.runtime"] if has_nxd else []
-        context.set_forkserver_preload(PRELOAD.split() + nxd)
+        nxd = "slurmllm.train.backends.nxd.runtime" if has_nxd else ""
+        context.set_forkserver_preload(f"{PRELOAD} {COMPILED} {nxd}".split())
         for rank in range(count):
             ours, theirs = context.Pipe()
             process = context.Process(
