@@ -29,7 +29,7 @@ ALLOWED = {  # file → what it changes, and why no thread of another caller see
     "analysis/track/sync.py": {"os.environ.update", "os.environ.setdefault"},
     "analysis/evaluate/harness.py": {"os.environ[]"},
     "analysis/evaluate/task_templates.py": {
-        *("signal.signal", "signal.setitimer", "resource.setrlimit"),
+        *("signal.signal", "signal.setitimer", "resource.setrlimit")
     },
     "core/slurm/arrays.py": {"os.environ[]"},  # submitit passes this process's variables on
     "core/slurm/processes.py": {"signal.signal"},

@@ -11,15 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from mesh_pool import (
-    Case,
-    MeshPool,
-    counted,
-    deviation,
-    evaluated,
-    micro_batches,
-    small_run,
-)
+from mesh_pool import Case, MeshPool, counted, deviation, evaluated, micro_batches, small_run
 from rounding import assert_rounded, gradient_terms, rounding_bound, training_rounding
 
 from nxd.conftest import Reference

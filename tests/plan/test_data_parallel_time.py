@@ -8,16 +8,7 @@ from slurmllm.core.config.resolve import resolve
 from slurmllm.plan.mesh import make_mesh
 from slurmllm.plan.parameters import Product
 from slurmllm.plan.search import known_hardware
-from slurmllm.plan.step import (
-    OURS,
-    StepTime,
-    Trainer,
-    gather_s,
-    group,
-    product_s,
-    rate,
-    step_time,
-)
+from slurmllm.plan.step import OURS, StepTime, Trainer, gather_s, group, product_s, rate, step_time
 
 FSDP = ("parallel.tensor=1", "parallel.pipeline=1", "parallel.zero=3", "train.micro_batch=2")
 PLAIN = ("cluster.hardware.straggler_share=0", "train.precision=bf16_mixed")

@@ -140,15 +140,7 @@ def test_restarts_in_the_job(mtbf_hours: float, spares: int, limit_h: int, least
 
     def losses(restarts: float) -> LostTime:
         return expected_losses(
-            16,
-            STEP_S,
-            save,
-            USUAL,
-            seen_hours,
-            None,
-            leaves_s,
-            noticing=NOTICED,
-            restarts=restarts,
+            16, STEP_S, save, USUAL, seen_hours, None, leaves_s, noticing=NOTICED, restarts=restarts
         )
 
     for figure in ("effective", "goodput"):

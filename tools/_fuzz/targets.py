@@ -17,9 +17,7 @@ from typing import Any
 from unittest import mock
 
 import click
-from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import (
-    masked_crc32c,
-)
+from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import masked_crc32c
 
 from slurmllm.analysis.evaluate.scores import score_tables
 from slurmllm.analysis.evaluate.suites import read_suite

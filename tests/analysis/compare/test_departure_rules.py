@@ -8,11 +8,7 @@ from amounts import amount
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slurmllm.analysis.compare.divergence import (
-    detect_divergence,
-    extrapolated,
-    shared_noise,
-)
+from slurmllm.analysis.compare.divergence import detect_divergence, extrapolated, shared_noise
 from slurmllm.core.metrics.curves import Floats
 
 TAU = 1.0

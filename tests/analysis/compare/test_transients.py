@@ -255,12 +255,7 @@ def values(*numbers: float | np.float32) -> Floats:
         (values(1e-3, 1e-3, 1e-3), values(1.2e-3, 1.2e-3, 1.2e-3), "jsonl", [0, 0, 0]),
         (values(1.0, 2.0, 3.0), values(1.0, 2.0, 3.1), "jsonl", [1, 1, 0]),
         (values(2.345, 1.234, np.inf), values(2.345, np.nan, 1.0), "text", [1, 0, 0]),
-        (
-            values(0.1, 0.7, np.nan),
-            values(np.float32(0.1), 0.7, 1.0),
-            "tensorboard",
-            [1, 1, 0],
-        ),
+        (values(0.1, 0.7, np.nan), values(np.float32(0.1), 0.7, 1.0), "tensorboard", [1, 1, 0]),
     ],
 )
 def test_values_are_compared_by_the_digits_that_are_printed(

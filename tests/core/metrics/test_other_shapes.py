@@ -189,10 +189,7 @@ def test_files_of_steps_are_read_by_their_number(write: WriteLog, tmp_path: Path
 
 @pytest.mark.parametrize(
     ("name", "text"),
-    [
-        ("x.json", '{"lm loss": {"values": 5}}'),
-        ("run-x-tag-loss.csv", "step,val\n1,2\n"),
-    ],
+    [("x.json", '{"lm loss": {"values": 5}}'), ("run-x-tag-loss.csv", "step,val\n1,2\n")],
 )
 def test_what_only_looks_like_a_log_is_refused(name: str, text: str, write: WriteLog) -> None:
     with pytest.raises(RunError):

@@ -96,10 +96,7 @@ BY_ENDING: dict[EndingClass, dict[str, tuple[Evidence, str]]] = {
     },
     "advance_signal": {
         "a preemption's SIGTERM ends a data worker first": row(
-            "ended a data worker first",
-            both(1, 1),
-            DATA_WORKER_ENDED,
-            slurm_state="PREEMPTED",
+            "ended a data worker first", both(1, 1), DATA_WORKER_ENDED, slurm_state="PREEMPTED"
         ),
         "signal sent to the step alone": row("a stop signal", both(75, 75)),
         "saved and left": row("SIGUSR1", both(75, 75), stop_signal="SIGUSR1"),
@@ -352,14 +349,12 @@ BY_ENDING: dict[EndingClass, dict[str, tuple[Evidence, str]]] = {
             "rank 0 on n1", only(4)
         ),
     },
-    "divergence": {
-        "not a number": row("nan", both(71, 71), nan("DivergenceError")),
-    },
+    "divergence": {"not a number": row("nan", both(71, 71), nan("DivergenceError"))},
     "stale_graphs": {
-        "not a number, by old graphs": row("nan", both(71, 71), nan("StaleGraphsError")),
+        "not a number, by old graphs": row("nan", both(71, 71), nan("StaleGraphsError"))
     },
     "superseded": {
-        "another supervisor has it": row("attempt 3", both(-9, -9), LOST, superseded_by=3),
+        "another supervisor has it": row("attempt 3", both(-9, -9), LOST, superseded_by=3)
     },
 }
 

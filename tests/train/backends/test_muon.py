@@ -141,9 +141,7 @@ def steps_of_torch(config: RunConfig) -> dict[str, np.ndarray]:
             part
             for name, parameter in named.items()
             for part in parts(
-                name,
-                gradient(name, parameter, step, local_region(parameter)),
-                model.config,
+                name, gradient(name, parameter, step, local_region(parameter)), model.config
             )
         )
         for matrix, values in zip(flat, gradients, strict=True):

@@ -35,15 +35,7 @@ from slurmllm.train.checkpoint.state import (
     require_same_settings,
     training_settings,
 )
-from train.checkpoint.pretend import (
-    CONFIG,
-    FINGERPRINT,
-    PretendGang,
-    find,
-    save,
-    save_at,
-    state,
-)
+from train.checkpoint.pretend import CONFIG, FINGERPRINT, PretendGang, find, save, save_at, state
 from train.gang import small_config
 
 

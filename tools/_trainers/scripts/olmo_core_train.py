@@ -20,10 +20,7 @@ from olmo_core.train import (
     teardown_training_environment,
 )
 from olmo_core.train.callbacks import Callback, CheckpointerCallback
-from olmo_core.train.train_module import (
-    TransformerDataParallelConfig,
-    TransformerTrainModuleConfig,
-)
+from olmo_core.train.train_module import TransformerDataParallelConfig, TransformerTrainModuleConfig
 from olmo_core.utils import seed_all
 
 LENGTH = 32
