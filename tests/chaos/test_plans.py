@@ -85,9 +85,7 @@ def test_partial_files_and_processes_left_are_found(
             os.sched_yield()
 
 
-def test_a_failure_that_cannot_happen_does_not_end_the_suite(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_failure_that_cannot_happen_ends_no_suite(monkeypatch: pytest.MonkeyPatch) -> None:
     from _chaos import injections
     from _chaos.plan import KINDS, make_plan
     from _devcluster.errors import Fault

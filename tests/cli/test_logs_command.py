@@ -138,9 +138,7 @@ def test_the_first_failing_worker(run: RunDir) -> None:
     assert text.endswith("rank_00001.log\nlast\ufffd\n")
 
 
-def test_following_goes_on_to_the_next_attempt(
-    run: RunDir, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_following_goes_to_the_next_attempt(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     alive = threading.Event()
     alive.set()
     monkeypatch.setattr(module, "_LOOK_S", 0.02)

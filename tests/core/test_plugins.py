@@ -193,9 +193,7 @@ def test_a_family_of_another_package(install: Install) -> None:
     assert config.origins["model.activation"] == "family mine"
 
 
-def test_no_module_is_imported_for_a_configuration_of_others(
-    install: Install, tmp_path: Path
-) -> None:
+def test_no_module_is_imported_for_others_configuration(install: Install, tmp_path: Path) -> None:
     register = "import slurmllm.core.plugins as p\np.register('models', 'mine')(MINE)"
     install("plug_family", f"{FAMILY}\n{register}")
     config = resolve("tiny_llama", "local", ["model.family=mine", "plugins=[plug_family]"])

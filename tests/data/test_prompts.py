@@ -66,9 +66,7 @@ def test_invalid_files(tmp_path: Path) -> None:
 
 def test_conversations_are_refused(tmp_path: Path) -> None:
     corpus = write_table(tmp_path / "c.arrow", {"messages": ["[]"]})
-    with pytest.raises(
-        DataError, match=r"holds conversations, which are no longer trained; .* TRL"
-    ):
+    with pytest.raises(DataError, match=r"holds conversations, which are no longer trained;.* TRL"):
         open_source(corpus, TokenEncoder(folder(tmp_path)), None)
 
 

@@ -140,9 +140,7 @@ def test_a_step_has_no_number_that_the_host_waits_for(
     assert min(counts) > 100, "the operations of a step were not seen"
 
 
-def test_a_number_that_is_none_is_seen_before_its_save(
-    tmp_path: Path, data: tuple[str, str]
-) -> None:
+def test_a_nan_is_seen_before_its_save(tmp_path: Path, data: tuple[str, str]) -> None:
     run, gang = late_run(tmp_path / "nan", data, TEST_NAN_AT="7")
     assert gang.wait() == [DivergenceError.exit_code]
     assert "the loss of step 7 is nan" in gang.output()

@@ -115,9 +115,7 @@ def test_a_stop_ends_a_long_evaluation(new_run: NewRun, steps: int, code: int) -
 
 
 @pytest.mark.parametrize(("data_parallel", "pipeline"), [(1, 1), (2, 1), (4, 1), (2, 2)])
-def test_a_sequence_once_on_a_mesh(
-    data: tuple[str, str], data_parallel: int, pipeline: int
-) -> None:
+def test_sequences_once_on_a_mesh(data: tuple[str, str], data_parallel: int, pipeline: int) -> None:
     training = StreamSpec([(Path(data[0]), 1.0)], Path(data[1]), 32, 16, 7, 512, "document", 0.1)
     spec = evaluation_texts(training, {})[HELD_OUT]
     mesh = Mesh(1, data_parallel * pipeline, 1, pipeline, data_parallel, 16, 2)

@@ -87,9 +87,7 @@ def test_a_full_disk_leaves_older_checkpoints_intact(new_run: NewRun, unbroken: 
     assert "Traceback" not in gang.output(), "one clear message"
 
 
-def test_a_cut_checkpoint_on_other_workers(
-    tmp_path: Path, new_run: NewRun, unbroken: RunDir
-) -> None:
+def test_a_cut_checkpoint_elsewhere(tmp_path: Path, new_run: NewRun, unbroken: RunDir) -> None:
     run = new_run("cluster.devices_per_node=1", *LONG)
     shutil.copytree(unbroken.checkpoint(40), run.checkpoint(40))
     shutil.copytree(unbroken.checkpoint(50), run.checkpoint(50))

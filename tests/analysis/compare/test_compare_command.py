@@ -160,9 +160,7 @@ def test_a_picture_nobody_asked_for_is_no_failure(run_command: Run, three_runs: 
         (("--shift", "B=1", "--shift", "B=2"), "B has a shift already"),
     ],
 )
-def test_options_that_make_no_sense(
-    run_command: Run, options: tuple[str, ...], expected: str
-) -> None:
+def test_options_without_sense(run_command: Run, options: tuple[str, ...], expected: str) -> None:
     message = refusal(run_command("unbroken", "other", *options), UserError)
     assert re.search(expected, message)
 
@@ -295,9 +293,7 @@ def test_the_last_line_is_the_command_that_judges_by_the_noise(
     assert run_command(a, b, "--no-plot", "--as", "tolerance").stdout.count("--precision") == 0
 
 
-def test_another_frameworks_log_by_tokens(
-    run_command: Run, make_run: MakeRun, tmp_path: Path
-) -> None:
+def test_a_foreign_log_by_tokens(run_command: Run, make_run: MakeRun, tmp_path: Path) -> None:
     make_run("ours", make_rows(1, 50))
     rows = [
         f"{r['step']},{r['loss']},{r['grad_norm']},{r['tokens']}" for r in make_rows(1, 50)[::2]

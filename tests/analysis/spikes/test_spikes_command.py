@@ -100,9 +100,7 @@ def test_several_runs_in_one_picture(spikes: Spikes, spiky: RunDir, make_file: M
     assert Path("both.png").is_file()
 
 
-def test_other_frameworks_and_strict_json(
-    spikes: Spikes, tmp_path: Path, make_run: MakeRun
-) -> None:
+def test_other_frameworks_strict_json(spikes: Spikes, tmp_path: Path, make_run: MakeRun) -> None:
     losses = [f"{step},{4.0 if step == 60 else 2.0}" for step in range(1, 101)]
     (tmp_path / "log.csv").write_text("\n".join(["step,my_loss", *losses]) + "\n")
     (run,) = answer(spikes("log.csv", "--tag", "loss=my_loss", "--json"))

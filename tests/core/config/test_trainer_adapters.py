@@ -94,9 +94,7 @@ def test_the_other_formats_of_megatron_are_in_its_header(ckpt_format: str, tmp_p
         ("composer", "ep0-ba{}-rank0.pt"),
     ],
 )
-def test_a_file_of_torch_save_is_complete_with_its_end(
-    name: str, file: str, tmp_path: Path
-) -> None:
+def test_a_file_of_torch_save_is_whole_with_its_end(name: str, file: str, tmp_path: Path) -> None:
     import torch
 
     command = adapter(name, tmp_path).recipe.command

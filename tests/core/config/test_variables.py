@@ -152,9 +152,7 @@ def test_secrets_by_name() -> None:
 
 
 def test_a_secret_is_in_no_text() -> None:
-    config = resolve(
-        "tiny_neox", "local", [f"env.HF_TOKEN={CANARY}", f"cluster.env.A_KEY={CANARY}"]
-    )
+    config = resolve("tiny_neox", "local", [f"env.HF_TOKEN={CANARY}", f"cluster.env.KEY={CANARY}"])
     assert config.recipe.env == {"HF_TOKEN": CANARY}
     shown = f"{config.to_yaml()} {config.values()} {config.rows()} {dict(config.origins)}"
     assert CANARY not in shown

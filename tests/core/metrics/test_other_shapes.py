@@ -237,9 +237,7 @@ def test_bars_that_begin_anew_each_epoch(bar: str, first: int, write: WriteLog) 
 
 @pytest.mark.parametrize("counter", ["", "tokens", "consumed_samples", "epoch"])
 @pytest.mark.parametrize("suffix", [".log", ".csv", ".jsonl"])
-def test_counters_that_begin_again_are_counted_on(
-    suffix: str, counter: str, write: WriteLog
-) -> None:
+def test_counters_that_restart_are_counted_on(suffix: str, counter: str, write: WriteLog) -> None:
     rows = [(step if step <= 20 else step - 20, step, loss) for step, loss in points()]
     match suffix:
         case ".log":

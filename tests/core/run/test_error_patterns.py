@@ -46,10 +46,7 @@ def test_the_table_covers_the_stack() -> None:
 @pytest.mark.parametrize(
     ("message", "meaning"),
     [
-        (
-            "HTTPSConnectionPool(host='h', port=443): url: /x (Errno 101] Network is unreachable",
-            None,
-        ),
+        ("HTTPSConnectionPool(host='h', port=44): url: / (Errno 101] Network is unreachable", None),
         ('Connect timeout on endpoint URL: "https://s3.amazonaws.com/b"', None),
         ("URLError <urlopen error [Errno 111] Connection refused>", None),
         ("BrokenPipeError [Errno 32] Broken pipe: '/fsx/fifo'", None),

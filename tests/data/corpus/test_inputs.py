@@ -195,11 +195,7 @@ def read(folder: Path, split: str | None = None) -> tuple[list[str], list[str]]:
         ("training/a.jsonl", None, "evaluation/a.jsonl"),
         ("a.jsonl", "train", "test.jsonl"),
         ("x-train.arrow", None, "x-test.arrow"),
-        (
-            "data/train_sft-00001-of-00001.parquet",
-            "train_sft",
-            "data/test_sft-00000-of-00001.parquet",
-        ),
+        ("data/train_sft-00001-of-00001.parquet", "train_sft", "data/test_sft-0-of-1.parquet"),
     ],
 )
 @pytest.mark.parametrize("documentation", ["dataset_infos.json", "load.py"])

@@ -106,9 +106,7 @@ def test_two_at_a_time_whatever_ends_or_is_cancelled(fake: FakeSlurm, inputs: In
     assert {fake.jobs[job].state for job in jobs} == {"CANCELLED", "FAILED"}
 
 
-def test_a_cancelled_run_leaves_the_precompile_job_to_others(
-    fake: FakeSlurm, inputs: Inputs
-) -> None:
+def test_a_cancelled_run_leaves_its_precompile_to_others(fake: FakeSlurm, inputs: Inputs) -> None:
     submit(inputs, *GRID)
     fake.start("1")
     call("cancel", "s-lr3e-4-seed1")

@@ -439,13 +439,7 @@ STARTED = {"n1": NodeRecord(node="n1", pids={0: 7})}
                 ([], "/x/python: No module named slurmllm"),
             )
         ),
-        (
-            only(75),
-            launched("user", message="Could not open x"),
-            "node_failure",
-            ("n2",),
-            "n2 stop",
-        ),
+        (only(75), launched("user", message="Cannot open x"), "node_failure", ("n2",), "n2 stop"),
     ],
 )
 def test_a_launch_that_fails_by_itself(

@@ -159,9 +159,7 @@ def test_a_warning_is_logged_with_its_node(
 
 
 @pytest.mark.parametrize("nodes", [("n1",), ("n1", "n2")])
-def test_a_shared_file_system_that_all_find_wanting_is_no_nodes_fault(
-    nodes: tuple[str, ...],
-) -> None:
+def test_a_file_system_that_all_find_wanting_is_no_nodes_fault(nodes: tuple[str, ...]) -> None:
     shared = fail("shared file system", "unusable", "", "cannot write /fsx: Read-only file system")
     healths = {name: health(name, shared) for name in nodes}
     ending = preflight_ending(healths, "trn1", "cpu")

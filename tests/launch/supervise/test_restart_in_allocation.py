@@ -128,9 +128,7 @@ def test_the_mesh_follows_the_nodes_that_the_job_got(tmp_path: Path) -> None:
     assert load_mesh(made.run.plan).nodes == 2
 
 
-def test_graphs_are_sent_once_before_a_loss(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_graphs_are_sent_once_before_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     archives: list[Path] = []
     made = supervisor(tmp_path, f"cluster.node_local={tmp_path / 'disk'}")
     preparation = made._preparation

@@ -140,10 +140,7 @@ def test_rows_without_a_loss_leave_the_others_at_their_steps(tmp_path: Path) -> 
     ("error", "ending"),
     [
         ("RuntimeError: Unexpected result nan at iteration #93", "divergence"),
-        (
-            "AttributeError: `np.NaN` was removed in the NumPy 2.0 release. Use `np.nan`",
-            "code_error",
-        ),
+        ("AttributeError: `np.NaN` was removed in NumPy 2.0. Use `np.nan`", "code_error"),
         ("ImportError: cannot import name 'NaN' from 'numpy'", "code_error"),
     ],
 )

@@ -184,20 +184,8 @@ _NPROC = "OpenBLAS blas_thread_init: RLIMIT_NPROC 4096 current, 4096 max"
         (260, ["hello", ""], "exit code 4", "its last line: hello", "code"),
         (5, ["hello", "====", ""], "exit code 5", "its last line: hello", "code"),
         (1, ["python: No module named x", "see y", "=="], "exit code 1", "python: No mod", "code"),
-        (
-            1,
-            ["no apex: No module named apex", "a.BError: c", ""],
-            "exit code 1",
-            "a.BError",
-            "code",
-        ),
-        (
-            1,
-            ["AnError: caught", "t.py: error: no --x"],
-            "exit code 1",
-            "t.py: error: no --x",
-            "code",
-        ),
+        (1, ["no apex: No module named x", "a.BError: c", ""], "exit code 1", "a.BError", "code"),
+        (1, ["AnError: caught", "t: error: no --x"], "exit code 1", "t: error: no --x", "code"),
         (1, [_NPROC, *_TRACE, "KeyboardInterrupt"], "exit code 1", _NPROC, "code"),
         (1, [*_TRACE, "KeyboardInterrupt"], "KeyboardInterrupt", "", "code"),
         (1, [_LOST, *_TRACE, "E: it abruptly died"], "E", "it abruptly died", "code"),
@@ -249,6 +237,7 @@ def _of(rank: int, *lines: str) -> list[str]:
     return [f"[rank{rank}]: {line}" for line in (*_TRACE, *lines)]
 
 
+_KILLED, _CRASHED = "ended by SIGKILL", "ended by SIGSEGV"
 _ECHO = f"RuntimeError: {_LOST}"
 _NOTICED = "mpirun noticed that process rank 1 with PID 0 on node n2 exited on signal 9 (Killed)."
 _DIED = "subprocess.CalledProcessError: Command '['python']' died with <Signals.SIG{}>."
@@ -257,19 +246,9 @@ _DIED = "subprocess.CalledProcessError: Command '['python']' died with <Signals.
 @pytest.mark.parametrize(
     ("code", "lines", "place", "what"),
     [
-        (
-            1,
-            [*_of(2, _ECHO), *_summary((2, -15), root=(3, -11))],
-            "rank 3 on n2",
-            "ended by SIGSEGV",
-        ),
-        (
-            1,
-            [*_of(0, _ECHO), *_summary((0, -15), root=(1, -9))],
-            "rank 1 on n2",
-            "ended by SIGKILL",
-        ),
-        (1, _summary((1, -9), root=(0, -15)), "rank 1 on n2", "ended by SIGKILL"),
+        (1, [*_of(2, _ECHO), *_summary((2, -15), root=(3, -11))], "rank 3 on n2", _CRASHED),
+        (1, [*_of(0, _ECHO), *_summary((0, -15), root=(1, -9))], "rank 1 on n2", _KILLED),
+        (1, _summary((1, -9), root=(0, -15)), "rank 1 on n2", _KILLED),
         (
             1,
             [*_of(3, _ECHO), *_of(2, "E: x"), *_summary((3, -15), root=(2, 1))],
@@ -292,34 +271,19 @@ _DIED = "subprocess.CalledProcessError: Command '['python']' died with <Signals.
         ),
         (1, [*_TRACE, "E: x", *_summary(root=(2, 1))], "rank 2 on n2", "x"),
         (1, [*_TRACE, "E: x"], "the command on n1", "x"),
-        (-9, ["step 7"], "the command on n1", "ended by SIGKILL"),
-        (1, [*_TRACE, _DIED.format("KILL: 9")], "the command on n1", "ended by SIGKILL"),
-        (245, ["exits with return code = -11"], "the command on n1", "ended by SIGSEGV"),
-        (
-            1,
-            ["n2: [ERROR] ['x'] exits with return code = -9"],
-            "the command on n2",
-            "ended by SIGKILL",
-        ),
-        (1, ["ERROR: Rank 5 crashed with exit code -9."], "rank 5 on n1", "ended by SIGKILL"),
-        (137, [_NOTICED], "rank 1 on n2", "ended by SIGKILL"),
-        (
-            137,
-            _NOTICED.replace("on signal", "on\nsignal").split("\n"),
-            "rank 1 on n2",
-            "ended by SIGKILL",
-        ),
-        (
-            1,
-            ["  Process name: [[1,1],3]", "  Exit code:    139"],
-            "rank 3 on n1",
-            "ended by SIGSEGV",
-        ),
+        (-9, ["step 7"], "the command on n1", _KILLED),
+        (1, [*_TRACE, _DIED.format("KILL: 9")], "the command on n1", _KILLED),
+        (245, ["exits with return code = -11"], "the command on n1", _CRASHED),
+        (1, ["n2: [ERROR] ['x'] exits with return code = -9"], "the command on n2", _KILLED),
+        (1, ["ERROR: Rank 5 crashed with exit code -9."], "rank 5 on n1", _KILLED),
+        (137, [_NOTICED], "rank 1 on n2", _KILLED),
+        (137, _NOTICED.replace("on signal", "on\nsignal").split("\n"), "rank 1 on n2", _KILLED),
+        (1, ["  Process name: [[1,1],3]", "  Exit code:    139"], "rank 3 on n1", _CRASHED),
         (
             9,
             ["=   PID 12 RUNNING AT n2", "=   EXIT CODE: 9", "EXIT STRING: Killed (signal 9)"],
             "the command on n2",
-            "ended by SIGKILL",
+            _KILLED,
         ),
         (
             1,
@@ -331,20 +295,10 @@ _DIED = "subprocess.CalledProcessError: Command '['python']' died with <Signals.
             1,
             ["srun: error: n2: task 3: Segmentation fault (core dumped)"],
             "rank 3 on n2",
-            "ended by SIGSEGV",
+            _CRASHED,
         ),
-        (
-            1,
-            ["a.sh: line 3:   42 Killed      python x.py"],
-            "the command on n1",
-            "ended by SIGKILL",
-        ),
-        (
-            1,
-            ["Child process with PID 7 terminated with code -9."],
-            "the command on n1",
-            "ended by SIGKILL",
-        ),
+        (1, ["a.sh: line 3:   42 Killed      python x.py"], "the command on n1", _KILLED),
+        (1, ["Child process with PID 7 terminated with code -9."], "the command on n1", _KILLED),
     ],
 )
 def test_what_launchers_say_of_the_process_that_ended_first(

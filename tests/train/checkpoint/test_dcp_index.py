@@ -153,9 +153,7 @@ def test_a_gap_in_a_damaged_index(metadata: Metadata, tmp_path: Path) -> None:
         read(tmp_path)
 
 
-def test_a_chunk_of_nine_dimensions(
-    metadata: Metadata, values: torch.Tensor, tmp_path: Path
-) -> None:
+def test_chunks_of_9_dimensions(metadata: Metadata, values: torch.Tensor, tmp_path: Path) -> None:
     """Nine dimensions take as many numbers as three chunks of two."""
     (place, *_) = metadata.storage_data.values()
     offsets, sizes = torch.Size([0] * 9), torch.Size([1] * 9)

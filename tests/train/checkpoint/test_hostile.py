@@ -190,9 +190,7 @@ def test_dcp_s_load_itself_unpickles_nothing(
     assert not proof.exists()
 
 
-def test_torch_s_own_metadata_is_read_as_torch_reads_it(
-    tmp_path: Path, data: tuple[str, str]
-) -> None:
+def test_torch_s_metadata_is_read_as_torch_reads_it(tmp_path: Path, data: tuple[str, str]) -> None:
     run = make_run(tmp_path / "runs" / "a", data)
     write_checkpoint(run, small_config().recipe, 10)
     with (run.checkpoint(10) / ".metadata").open("rb") as stream:
@@ -253,9 +251,7 @@ ATTACKS: dict[str, bytes] = {
 
 
 @pytest.mark.parametrize("name", ATTACKS)
-def test_attacks_on_the_unpickler(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_attacks_on_unpickling(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / ".metadata").write_bytes(ATTACKS[name])
     began = time.process_time()

@@ -204,9 +204,7 @@ def test_bf16_stays_and_is_made(family: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("family", "missing"), [("neox", ("mlp_bias",)), ("gpt3", ("mlp_bias", "attention_bias"))]
 )
-def test_biases_that_ours_lacks_are_0(
-    family: str, missing: tuple[str, ...], tmp_path: Path
-) -> None:
+def test_biases_that_ours_lack_are_0(family: str, missing: tuple[str, ...], tmp_path: Path) -> None:
     folder = tmp_path / "ours"
     bring_in(hub.save(hub.small(family), tmp_path / "hub"), folder)
     record = ImportedModel.load(folder / MODEL)

@@ -115,9 +115,7 @@ def test_a_copy_without_manifest_is_none(run: RunDir, replica: Replica) -> None:
     assert replica.steps() == [10, 20]
 
 
-def test_the_last_ones_stay(
-    run: RunDir, replica: Replica, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_last_stay(run: RunDir, replica: Replica, caplog: pytest.LogCaptureFixture) -> None:
     save_at(run, 15)
     replica.put(run.checkpoint(15))
     replica.retain(keep=2)

@@ -100,9 +100,7 @@ def test_a_resume_says_what_differs(run: RunDir, caplog: pytest.LogCaptureFixtur
         ("manifest.json", truncate, "is damaged"),
     ],
 )
-def test_an_earlier_one(
-    run: RunDir, name: str, damage: Callable[[Path], None], reason: str
-) -> None:
+def test_an_older_one(run: RunDir, name: str, damage: Callable[[Path], None], reason: str) -> None:
     if (name, damage) == ("manifest.json", truncate):
         truncate(run.checkpoint(20) / name)  # the newline at the end is no loss
     damage(run.checkpoint(20) / name)

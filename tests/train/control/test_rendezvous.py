@@ -97,9 +97,7 @@ def in_job(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURM_JOB_NODELIST", "n[2-3]")
 
 
-def test_a_slurm_jobs_rendezvous_is_the_first_nodes_address(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_slurm_jobs_rendezvous_is_its_first_node(monkeypatch: pytest.MonkeyPatch) -> None:
     in_job(monkeypatch)
     allocation = SlurmAllocation(FakeSlurm())
     resolving(monkeypatch, "10.0.0.9", "10.0.0.7", host="10.0.0.7")

@@ -73,9 +73,7 @@ def test_z_loss_gradients_are_autograds(at_a_time: int) -> None:
 
 @pytest.mark.parametrize("one_pass", [False, True])
 @pytest.mark.parametrize(("at_a_time", "multiple"), [(2**27, 1), (500, 1), (500, 16)])
-def test_a_soft_cap_s_gradients_are_autograds(
-    at_a_time: int, multiple: int, one_pass: bool
-) -> None:
+def test_soft_cap_gradients_are_autograds(at_a_time: int, multiple: int, one_pass: bool) -> None:
     generator = torch.Generator().manual_seed(5)
     x = torch.randn(2, 9, 16, generator=generator).requires_grad_()
     weight = torch.randn(53, 16, generator=generator).requires_grad_()
