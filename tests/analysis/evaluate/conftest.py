@@ -6,6 +6,7 @@ import importlib.util
 import json
 import random
 import warnings
+from collections import ChainMap
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from functools import cache
@@ -67,24 +68,14 @@ def _small_and_without_network(tmp_path_factory: pytest.TempPathFactory) -> Iter
         for name, value in names.items():
             patch.setenv(name, value)
         if not MISSING:
-            _make_once(patch)
+            from lm_eval.tasks._index import TaskIndex
+
+            make = TaskIndex.build
+            index = cache(lambda path: make([path]))  # of the harness's own tasks: seven seconds
+            whole = staticmethod(lambda paths: dict(ChainMap(*map(index, reversed(paths)))))
+            patch.setattr(TaskIndex, "build", whole)
+            patch.setattr("lm_eval.evaluator.add_env_info", lambda _: None)  # asks pip
         yield
-
-
-def _make_once(patch: pytest.MonkeyPatch) -> None:
-    """Have the harness index its own tasks once, and never ask pip what is installed."""
-    from lm_eval import tasks
-    from lm_eval.tasks._index import TaskIndex
-
-    build, shipped = TaskIndex.build, Path(str(tasks.__file__)).parent
-    own_tasks = cache(lambda: build([shipped]))  # takes seven seconds of a CPU
-
-    def build_the_rest(paths: list[Path]) -> dict[str, Any]:
-        others = [path for path in paths if path != shipped]
-        return {**(own_tasks() if shipped in paths else {}), **build(others)}
-
-    patch.setattr(TaskIndex, "build", staticmethod(build_the_rest))
-    patch.setattr("lm_eval.evaluator.add_env_info", lambda _: None)
 
 
 def train_tiny(folder: Path, texts: list[str], lines: list[str], overrides: str) -> RunDir:
