@@ -40,6 +40,8 @@ from slurmllm.train.backends.environment import load_environment, worker_environ
 from slurmllm.train.control.rendezvous import die_with_parent
 
 log = logging.getLogger(__name__)
+
+_SIGNAL_AGAIN_S = 1.0  # it is lost until the supervisor has its handlers
 # Whether a job has completed → the kind of dependency that can then never be met
 _NEVER_AFTER = {True: "afternotok", False: "afterok"}
 
@@ -407,10 +409,17 @@ class LocalJob:
         assert self.process.stdout is not None
         reader = threading.Thread(target=self._copy, args=(self.process.stdout, log), daemon=True)
         reader.start()
-        code = self.process.wait()
+        code = self._wait(self.process)
         # A process that outlives the script may keep the pipe open.
         reader.join(timeout=10)
         return code
+
+    def _wait(self, process: subprocess.Popen[str]) -> int:
+        while True:
+            with suppress(subprocess.TimeoutExpired):
+                return process.wait(_SIGNAL_AGAIN_S)
+            if self.interrupts:
+                process.send_signal(signal.SIGUSR1)
 
     def _copy(self, stream: IO[str], log: IO[str]) -> None:
         # The pipe must be read even if log or terminal fail, or the run would block on it.

@@ -5,6 +5,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -84,6 +85,14 @@ def test_a_signal_while_the_script_starts(
     monkeypatch.setattr(subprocess, "Popen", interrupted)
     assert job.run_to_end() == EXIT_INTERRUPTED
     assert not (tmp_path / "trained").exists()
+
+
+def test_a_signal_before_the_supervisor_has_a_handler(job: LocalJob) -> None:
+    wait = "for _ in {1..80}; do sleep 0.1; done"
+    job.script = f"trap '' USR1; sleep 1.5; trap 'exit 75' USR1; {wait}"
+    threading.Timer(0.5, job.on_interrupt, (signal.SIGINT, None)).start()
+    assert job.run_to_end() == EXIT_INTERRUPTED
+    assert job.interrupts == 1
 
 
 def test_several_runs_are_cancelled(fake: FakeSlurm, inputs: Inputs) -> None:
