@@ -206,8 +206,8 @@ def _scaling(
         original = scaling[name]
         are_lengths = type(longest) is type(original) is int and longest and original
         if kind == "yarn" and "factor" not in scaling and are_lengths:
-            # Larger ones, which may overflow, are faults of their own.
-            scaling["factor"] = min(longest, LARGEST) / original
+            # Other lengths, which may overflow, are faults of their own.
+            scaling["factor"] = min(abs(longest), LARGEST) / original
     return {"kind": kind, **scaling}
 
 

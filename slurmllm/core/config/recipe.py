@@ -154,6 +154,11 @@ class LayerAttention(Section):
 FULL_ATTENTION = LayerAttention()
 
 
+def _whole(value: Any) -> Any:
+    """Return 20.0, as some runs have it, as 20."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
 class ModelConfig(Section):
     """The shape of the model; fields with a default of the family may be left out."""
 
@@ -188,7 +193,7 @@ class ModelConfig(Section):
     """Attention of the layers, repeated over them: for each a mapping with a window in tokens, or
     with other rotary positions (rope: none, or their base), `{}` for full attention; full by
     default. More entries than num_layers must repeat a pattern that fits."""
-    query_pre_attn_scalar: PositiveInt | None = None
+    query_pre_attn_scalar: Annotated[PositiveInt | None, BeforeValidator(_whole)] = None
     """Attention scores are divided by the square root of this; by default the width of a head."""
     attention_softcap: PositiveFloat | None = None
     """Soft cap of attention scores, cap · tanh(score / cap); none by default."""

@@ -104,6 +104,11 @@ def tensors(source: Path, change: Callable[[dict[str, torch.Tensor]], object]) -
             {"rope_scaling": YARN | {"factor": None}, "max_position_embeddings": 10**400},
             "1 error\n  max_position_embeddings: 1000",
         ),
+        (
+            "llama",
+            {"rope_scaling": YARN | {"factor": None}, "max_position_embeddings": -(10**400)},
+            "1 error\n  max_position_embeddings: -1000",
+        ),
         ("gemma3", {"query_pre_attn_scalar": 30.5}, "query_pre_attn_scalar: 30.5: Input should be"),
         ("llama", {"num_local_experts": 8}, "num_local_experts: 8 is not supported: the decoder"),
         ("llama", {"kv_lora_rank": 512}, "the decoder has no latent attention (MLA)"),

@@ -1,5 +1,8 @@
 """The torch-free statements on families against the decoder that is built of them."""
 
+import json
+from dataclasses import replace
+from pathlib import Path
 from typing import Any, get_args
 
 import pytest
@@ -8,7 +11,7 @@ from torch import nn
 
 from slurmllm.core.config.families import FAMILIES, sharding_plan
 from slurmllm.core.config.families.family import Activation
-from slurmllm.core.config.huggingface import ACTIVATION_NAMES, config_faults
+from slurmllm.core.config.huggingface import ACTIVATION_NAMES, config_faults, write_config
 from slurmllm.core.config.profiles import available
 from slurmllm.core.config.recipe import ModelConfig
 from slurmllm.core.config.resolve import recipes_dir, resolve
@@ -48,10 +51,24 @@ def test_equal_layers_have_one_form(
     assert tuple((kind.window, kind.rope) for kind in config.attention_pattern) == stored
     assert ModelConfig.model_validate(config.model_dump(mode="json")) == config
     assert ModelConfig.model_validate(model | {"query_pre_attn_scalar": 32}) == config
+    # Whole numbers of earlier versions' runs.
+    assert ModelConfig.model_validate(model | {"query_pre_attn_scalar": 32.0}) == config
 
 
 def test_each_activation_can_be_computed_and_exported() -> None:
     assert set(get_args(Activation)) == set(ACTIVATIONS) == set(ACTIVATION_NAMES)
+
+
+def test_an_export_has_the_settings_that_a_family_writes(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    family = FAMILIES["llama"]
+    dialect = replace(family.hugging_face, written={"pad_token_id": 3})
+    monkeypatch.setitem(FAMILIES, "llama", replace(family, hugging_face=dialect))
+    file = tmp_path / "config.json"
+    model = resolve("tiny_llama").recipe.model
+    write_config(model, file, dtype="bfloat16", bos_token_id=1, eos_token_id=2)
+    assert json.loads(file.read_text())["pad_token_id"] == 3
 
 
 def test_an_activation_without_a_name_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
