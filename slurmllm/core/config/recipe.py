@@ -190,9 +190,9 @@ class ModelConfig(Section):
     rope_scaling: RopeScaling | None = None
     """Scaled rotary frequencies (Llama 3.1, YaRN); none by default."""
     attention_pattern: Annotated[tuple[LayerAttention, ...], Field(strict=False)] = ()
-    """Attention of the layers, repeated over them: for each a mapping with a window in tokens, or
-    with other rotary positions (rope: none, or their base), `{}` for full attention; full by
-    default. More entries than num_layers must repeat a pattern that fits."""
+    """Attention of the layers, repeated over them, and cut to num_layers: for each a mapping with a
+    window in tokens, or with other rotary positions (rope: none, or their base), `{}` for full
+    attention; full by default."""
     query_pre_attn_scalar: Annotated[PositiveInt | None, BeforeValidator(_whole)] = None
     """Attention scores are divided by the square root of this; by default the width of a head."""
     attention_softcap: PositiveFloat | None = None
@@ -242,14 +242,9 @@ class ModelConfig(Section):
         pattern = tuple(
             LayerAttention(window=kind.window) if kind.rope == base else kind for kind in pattern
         )
-        if _period(pattern) > count:
-            raise ValueError(
-                f"has {len(pattern)} entries, which model.num_layers {count} would cut off; leave "
-                f"out the last {len(pattern) - count}"
-            )
         layers = tuple(islice(cycle(pattern), count))
-        pattern = layers[: _period(layers)]
-        return () if pattern == (FULL_ATTENTION,) else pattern
+        period = next(n for n in range(1, count + 1) if layers[n:] == layers[:-n])
+        return () if layers[:period] == (FULL_ATTENTION,) else layers[:period]
 
     @field_validator("query_pre_attn_scalar")
     @classmethod
@@ -293,11 +288,6 @@ class ModelConfig(Section):
         """Rows of the embedding: the vocabulary rounded up."""
         multiple = self.vocab_pad_multiple
         return (self.vocab_size + multiple - 1) // multiple * multiple
-
-
-def _period(layers: Sequence[LayerAttention]) -> int:
-    """Return the length of the shortest pattern that, repeated, gives these layers."""
-    return next(n for n in range(1, len(layers) + 1) if layers[n:] == layers[:-n])
 
 
 def with_family(values: Mapping[str, Any]) -> Values:

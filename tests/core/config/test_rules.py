@@ -48,7 +48,6 @@ tiny_llama | model.attention_softcap=2.0 | model.attention_softcap: model.family
 tiny_llama | model.attention_pattern=[{"window":7}] | model.family llama has none; leave it out, or
 tiny_llama | GEMMA model.attention_pattern=[{"window":0}] | window: 0: must be greater than 0
 tiny_llama | GEMMA model.attention_pattern=[{"rope":0}] | rope: 0: must be none, or a base above
-tiny_llama | GEMMA model.num_layers=2 PATTERN[{},{},{"window":9}] | has 3 entries, which model.num_l
 tiny_llama | model.query_pre_attn_scalar=0 | must be greater than 0
 tiny_llama | model.query_pre_attn_scalar=30.5 | 30.5 (--set model.query_pre_attn_scalar=30.5): must
 tiny_mistral | PATTERN[{"window":4},{}] | has layers with and without a window; give all the same

@@ -37,7 +37,7 @@ def test_parameters_are_counted_exactly(recipe: str) -> None:
         (6, [{}], ()),
         (6, [{"window": 4}, {}] * 3, ((4, None), (None, None))),
         (5, [{"window": 4}, {"window": 4}, {}], ((4, None), (4, None), (None, None))),
-        (2, [{"window": 4}] * 3, ((4, None),)),
+        (2, [{"window": 4}, {"window": 4}, {}], ((4, None),)),
         (4, [{"rope": 100}, {"rope": "none"}], ((None, None), (None, "none"))),
     ],
 )
