@@ -32,15 +32,8 @@ others shown sent text part place at of"""
 PRONOUNS = frozenset(_PRONOUNS.split())
 MOST_FIELDS = 20  # of a record
 MOST_LINES, MOST_BRANCHES = 60, 25
-_BRANCHES = (
-    ast.If,
-    ast.For,
-    ast.While,
-    ast.ExceptHandler,
-    ast.IfExp,
-    ast.comprehension,
-    ast.match_case,
-)
+_LOOPS = (ast.For, ast.While, ast.comprehension)
+_BRANCHES = (*_LOOPS, ast.If, ast.IfExp, ast.match_case, ast.ExceptHandler)
 _LAYOUT = {
     tokenize.NL,
     tokenize.NEWLINE,

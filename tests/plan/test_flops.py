@@ -1,13 +1,12 @@
 """Work and traffic in numbers, against what others count; the runs that they published."""
 
-import csv
 import statistics
 
 import planner
 import planner_meshes
 import pytest
 from amounts import amount
-from published_rows import FOLDER, configuration, zero_stage
+from published_rows import configuration, table, zero_stage
 
 from slurmllm.core.config.resolve import resolve
 from slurmllm.plan.evidence import published_runs
@@ -24,8 +23,7 @@ PEAK = {"A100-40GB": 312e12, "A100-80GB": 312e12, "H100-80GB": 989.5e12}
 
 def test_model_flops_are_those_of_llm_foundry() -> None:
     """Its tables give MFU beside tokens a second: 128 runs of six models, lengths 512 to 65536."""
-    with (FOLDER / "published_gpu.csv").open(encoding="utf-8") as lines:
-        rows = [row for row in csv.DictReader(lines) if row["mfu"]]
+    rows = [row for row in table("published_gpu.csv") if row["mfu"]]
     assert len(rows) == 128
     for row in rows[:: amount(4, of=1)]:
         length = int(row["seq_len"])

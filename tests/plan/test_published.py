@@ -3,7 +3,6 @@
 No constant is fitted to those of published_gpu_3.csv.
 """
 
-import csv
 import re
 from collections import defaultdict
 from collections.abc import Callable
@@ -11,21 +10,16 @@ from collections.abc import Callable
 import planner
 import planner_halves
 import pytest
-from published_rows import FOLDER, PRECISIONS, configuration, halves, precision, rows
+from published_rows import PRECISIONS, configuration, halves, precision, rows, table
 
 from slurmllm.plan.parameters import model_flops, parameters
 
 FILES = planner_halves.FILE, planner_halves.FRESH_FILE
 
 
-def read_table(file: str) -> list[dict[str, str]]:
-    with (FOLDER / file).open(encoding="utf-8") as lines:
-        return list(csv.DictReader(lines))
-
-
-FITTED, FRESH = map(read_table, FILES)
-OLDER = read_table("published_gpu.csv")
-both_files = pytest.mark.parametrize("table", [FITTED, FRESH], ids=FILES)
+FITTED, FRESH = map(table, FILES)
+OLDER = table("published_gpu.csv")
+both_files = pytest.mark.parametrize("of_file", [FITTED, FRESH], ids=FILES)
 
 
 def devices(row: dict[str, str]) -> int:
@@ -33,11 +27,11 @@ def devices(row: dict[str, str]) -> int:
 
 
 @both_files
-def test_rows_are_new_and_their_numbers_agree(table: list[dict[str, str]]) -> None:
-    older = OLDER if table is FITTED else [*OLDER, *FITTED]
-    assert len({row["id"] for row in table} - {row["id"] for row in older}) == len(table)
-    assert len(table) >= (200 if table is FITTED else 100)
-    for row in table:
+def test_rows_are_new_and_their_numbers_agree(of_file: list[dict[str, str]]) -> None:
+    older = OLDER if of_file is FITTED else [*OLDER, *FITTED]
+    assert len({row["id"] for row in of_file} - {row["id"] for row in older}) == len(of_file)
+    assert len(of_file) >= (200 if of_file is FITTED else 100)
+    for row in of_file:
         data = int(row["dp"])
         assert devices(row) % int(row["nodes"]) == 0, row["id"]
         assert data % int(row["replicate"]) == 0, row["id"]
@@ -66,10 +60,10 @@ NOT_CHECKED = {"% MFU, embedding counted", "TFLOP/s/GPU"}
 
 
 @both_files
-def test_a_figure_is_the_one_that_the_source_states(table: list[dict[str, str]]) -> None:
+def test_a_figure_is_the_one_that_the_source_states(of_file: list[dict[str, str]]) -> None:
     """`notes` repeat a figure from which the tokens/s are derived."""
-    assert sum("published: " in row["notes"] for row in table) > 100
-    for row in table:
+    assert sum("published: " in row["notes"] for row in of_file) > 100
+    for row in of_file:
         match = re.search(r"published: ([\d.]+) (.+)$", row["notes"])
         if match and match[2] in TOKENS_PER_S:
             stated = TOKENS_PER_S[match[2]](row, float(match[1]))
@@ -77,19 +71,19 @@ def test_a_figure_is_the_one_that_the_source_states(table: list[dict[str, str]])
         elif match:
             assert row["mfu"] or match[2] in NOT_CHECKED, row["id"]
         else:
-            assert table is FITTED, row["id"]
+            assert of_file is FITTED, row["id"]
 
 
 @both_files
-def test_a_row_has_the_mfu_that_its_source_states(table: list[dict[str, str]]) -> None:
-    checked = [row for row in table if row["mfu"] and int(row["seq_len"]) <= 8192]
+def test_a_row_has_the_mfu_that_its_source_states(of_file: list[dict[str, str]]) -> None:
+    checked = [row for row in of_file if row["mfu"] and int(row["seq_len"]) <= 8192]
     assert len(checked) > 20
     for row in checked:
         model = configuration(row["model"], int(row["seq_len"]), "p5", []).recipe.model
         per_s = float(row["throughput_value"]) / int(row["seq_len"])
         peak = 312e12 if row["hardware"].startswith("A100") else 989.5e12
         mfu = 100 * model_flops(model, 1) * per_s / (devices(row) * peak)
-        rounded = 0.03 if table is FITTED else 1e-3
+        rounded = 0.03 if of_file is FITTED else 1e-3
         assert mfu == pytest.approx(float(row["mfu"]), rel=rounded), row["id"]
 
 
@@ -106,16 +100,16 @@ def test_each_repository_and_model_is_in_both_halves() -> None:
 
 
 @both_files
-def test_every_row_that_a_recipe_expresses_is_predicted(table: list[dict[str, str]]) -> None:
-    read = list(rows(FILES[table is FRESH]))
-    expressible = [row["id"] for row in table if precision(row["precision"]) in PRECISIONS]
+def test_every_row_that_a_recipe_expresses_is_predicted(of_file: list[dict[str, str]]) -> None:
+    read = list(rows(FILES[of_file is FRESH]))
+    expressible = [row["id"] for row in of_file if precision(row["precision"]) in PRECISIONS]
     assert [row.name for row in read] == expressible
-    assert table is FITTED or len(read) == len(table)
+    assert of_file is FITTED or len(read) == len(of_file)
     for row in read:
         ratio = planner_halves.prediction(row).ratio
-        assert 0.2 < ratio < 2.5 or (table is FRESH and ratio > 0), row.name
+        assert 0.2 < ratio < 2.5 or (of_file is FRESH and ratio > 0), row.name
         size = re.search(r"-(\d+)B$", row.model)
-        if size and table is FITTED:  # InternLM-7B has 7.32 billion
+        if size and of_file is FITTED:  # InternLM-7B has 7.32 billion
             billions = parameters(row.config.recipe.model) / 1e9
             assert billions == pytest.approx(float(size[1]), rel=0.05), row.model
 

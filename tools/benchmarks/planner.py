@@ -389,10 +389,8 @@ def _table(results: Sequence[Result], within: Sequence[bool]) -> list[dict[str, 
         for name in sorted(publishers):
             add(f"  {name}"[:26], [pair for pair in of_kind if pair[0].case.row.publisher == name])
         for nodes in sorted({result.case.row.mesh.nodes for result, _ in of_kind}):
-            add(
-                f"  {kind}{years} × {nodes} nodes",
-                [p for p in of_kind if p[0].case.row.mesh.nodes == nodes],
-            )
+            of_size = [pair for pair in of_kind if pair[0].case.row.mesh.nodes == nodes]
+            add(f"  {kind}{years} × {nodes} nodes", of_size)
     return lines
 
 

@@ -10,7 +10,7 @@ import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from published_rows import FOLDER, Row, rows
+from published_rows import Row, rows
 
 from slurmllm.plan.evidence import evidence
 from slurmllm.plan.search import known_hardware, predict
@@ -87,9 +87,8 @@ def summary(of: Sequence[Prediction]) -> str:
 
 
 def print_halves(each: bool, chosen: Sequence[str] = HALVES) -> None:
-    files = [file for file in (FILE, FRESH_FILE) if (FOLDER / file).exists()]
-    wanted = [row for file in files for row in rows(file) if row.half in chosen]
-    every = [prediction(row) for row in wanted]
+    wanted = (row for file in (FILE, FRESH_FILE) for row in rows(file) if row.half in chosen)
+    every = list(map(prediction, wanted))
     columns = f"{'rows':>5} {'median':>7} {'bias':>7} {'mean':>7} {'inside':>6}"
     print(f"{'':<34}{'  '.join(f'{half:<36}' for half in chosen)}")
     print(f"{'':<34}{'  '.join(columns for _ in chosen)}")

@@ -8,12 +8,11 @@ chosen for each mesh ("free"). A row reported out of memory must not fit. Exit c
 not as it should be; rows that cannot be checked are skipped, with the reason.
 """
 
-import csv
 import sys
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from published_rows import FOLDER, SHAPES, configuration, recipe_overrides
+from published_rows import SHAPES, configuration, recipe_overrides, table
 
 from slurmllm.core.config.resolve import RunConfig
 from slurmllm.plan.search import search
@@ -29,12 +28,11 @@ _SAME = (
 
 def judged() -> list[dict[str, Any]]:
     """Return a verdict for each row and each end of its node counts."""
-    with (FOLDER / "chosen_meshes.csv").open(encoding="utf-8") as lines:
-        return [
-            _judged(row, nodes)
-            for row in csv.DictReader(lines)
-            for nodes in sorted({int(end) for end in row["nodes"].split()[0].split("-")})
-        ]
+    return [
+        _judged(row, nodes)
+        for row in table("chosen_meshes.csv")
+        for nodes in sorted({int(end) for end in row["nodes"].split()[0].split("-")})
+    ]
 
 
 def _judged(row: dict[str, str], nodes: int) -> dict[str, Any]:

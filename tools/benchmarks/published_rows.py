@@ -24,18 +24,14 @@ TODAY = "2023-26"
 # What a profile's shares, which are of today's software, were with earlier software: `planner.py
 # --fit` prints them. The rest is as the profile has it.
 _2022 = {"matrix_efficiency": 0.697, "attention_efficiency": 0.139}
-_2023 = {"attention_efficiency": 0.27, "overlap": 0.806, "straggler_share": 0.016}
+_2023 = {"attention_efficiency": 0.27, "memory_efficiency": 0.34}
+_2023 |= {"overlap": 0.806, "straggler_share": 0.016}
 EARLIER: dict[tuple[str, str], dict[str, float]] = {
     ("2022", "p4d"): _2022,
     ("2022", "p4de"): _2022,
     ("2022-23", "p4d"): {**_2023, "matrix_efficiency": 0.808, "memory_efficiency": 0.446},
-    ("2022-23", "p4de"): {**_2023, "matrix_efficiency": 0.937, "memory_efficiency": 0.34},
-    ("2022-23", "p5"): {
-        **_2023,
-        "matrix_efficiency": 0.8,
-        "attention_efficiency": 0.15,
-        "memory_efficiency": 0.34,
-    },
+    ("2022-23", "p4de"): {**_2023, "matrix_efficiency": 0.937},
+    ("2022-23", "p5"): {**_2023, "matrix_efficiency": 0.8, "attention_efficiency": 0.15},
 }
 PRECISIONS = get_args(TrainConfig.model_fields["precision"].annotation)
 
@@ -193,12 +189,17 @@ class Row:
         return self.group.partition(" ")[0] or words[0]
 
 
-def rows(file: str) -> Iterator[Row]:
-    """The rows of a file in `published/`, those that no recipe can express left out."""
+def table(file: str) -> list[dict[str, str]]:
+    """A file in `published/`."""
     with (FOLDER / file).open(encoding="utf-8") as lines:
-        for row in csv.DictReader(lines):
-            if row["cp"] == "1" and precision(row["precision"].lower()) in PRECISIONS:
-                yield _row(row)
+        return list(csv.DictReader(lines))
+
+
+def rows(file: str) -> Iterator[Row]:
+    """The rows of a file, those that no recipe can express left out."""
+    for row in table(file):
+        if row["cp"] == "1" and precision(row["precision"].lower()) in PRECISIONS:
+            yield _row(row)
 
 
 def halves(written: Iterable[Mapping[str, str]]) -> dict[str, str]:
@@ -316,9 +317,8 @@ def zero_stage(cell: str) -> int:
 @lru_cache
 def chosen_meshes() -> frozenset[tuple[str, int, int]]:
     """(model, tensor, pipeline) of AWS's recipes that ran."""
-    with (FOLDER / "chosen_meshes.csv").open(encoding="utf-8") as lines:
-        return frozenset(
-            (row["model"].partition(" (")[0], int(row["tp"]), int(row["pp"].split()[0]))
-            for row in csv.DictReader(lines)
-            if row["pp"] != "?"
-        )
+    return frozenset(
+        (row["model"].partition(" (")[0], int(row["tp"]), int(row["pp"].split()[0]))
+        for row in table("chosen_meshes.csv")
+        if row["pp"] != "?"
+    )

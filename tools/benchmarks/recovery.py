@@ -145,8 +145,9 @@ class Bench:
         """The nodes that train now, without a spare one; the first of the job's first."""
         listed = self.call("squeue", "--noheader", "--states=RUNNING", "--format=%N")
         held = self.call("scontrol", "show", "hostnames", listed.splitlines()[0]).split()
-        starts = sorted((self.out / "started").iterdir(), key=_time)[-NODES:]
-        return [node for node in held if any(node == _node(start) for start in starts)]
+        paths = sorted((self.out / "started").iterdir(), key=_time)[-NODES:]
+        started = {path.name.rpartition("-")[0] for path in paths}
+        return [node for node in held if node in started]
 
     def blamed(self, since: float) -> list[str]:
         """The nodes that the attempts which ended since then blame."""
@@ -226,10 +227,6 @@ class Bench:
 
 def _time(started: Path) -> float:
     return float(started.name.rpartition("-")[2])
-
-
-def _node(started: Path) -> str:
-    return started.name.rpartition("-")[0]
 
 
 def main() -> None:

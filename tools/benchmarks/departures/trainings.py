@@ -172,6 +172,14 @@ def _rate(step: float) -> float:
 
 
 _SKIP, _LATER = Settings(data_seed=2), Settings(data_seed=2, data_from=101)
+_DATA = ("batches", "data", "seed")
+_OWN: dict[str, Setting] = {"train.seed": 1, "optim.lr": _PEAK, "train.precision": "fp32"}
+
+
+def _later(name: str, log: Callable[[Row], Row]) -> Departure:
+    return Departure(f"{name}, later other data", _DATA, _LATER, log)
+
+
 DEPARTURES = (
     Departure("the same", ()),
     Departure("lr rounded to 3 digits", (), log=_rounded("lr")),
@@ -188,13 +196,8 @@ DEPARTURES = (
         _SKIP,
         _at_step(lambda step: 4 * step),
     ),
-    Departure("lr rounded, other data", ("batches", "data", "seed"), _SKIP, _rounded("lr")),
-    Departure(
-        "tokens rounded, other data",
-        ("batches", "data", "seed"),
-        _SKIP,
-        _rounded("tokens", digits=2),
-    ),
+    Departure("lr rounded, other data", _DATA, _SKIP, _rounded("lr")),
+    Departure("tokens rounded, other data", _DATA, _SKIP, _rounded("tokens", digits=2)),
     Departure(
         "norm logged after clipping",
         ("logging",),
@@ -205,39 +208,21 @@ DEPARTURES = (
     Departure("loss times 2, another seed", ("logging", "model"), Settings(seed=2, scale=2.0)),
     Departure("no weight decay", ("optimizer",), Settings(weight_decay=0.0)),
     Departure("weight decay doubled", ("optimizer",), Settings(weight_decay=0.2)),
-    Departure(
-        "lr logged halved from step 10, later other data",
-        ("batches", "data", "seed"),
-        _LATER,
-        lambda r: r | {"lr": r["lr"] / (1 + (r["step"] >= 10))},
+    _later(
+        "lr logged halved from step 10", lambda r: r | {"lr": r["lr"] / (1 + (r["step"] >= 10))}
     ),
     Departure("lr logged halved", (), log=lambda r: r | {"lr": r["lr"] / 2}),
-    Departure(
-        "lr logged halved, later other data",
-        ("batches", "data", "seed"),
-        _LATER,
-        lambda r: r | {"lr": r["lr"] / 2},
-    ),
-    Departure(
-        "lr 5 steps late in the log, later other data",
-        ("batches", "data", "seed"),
-        _LATER,
-        lambda r: r | {"lr": _rate(r["step"] - 5)},
-    ),
-    Departure(
-        "tokens halved in the log, later other data",
-        ("batches", "data", "seed"),
-        _LATER,
-        lambda r: r | {"tokens": r["tokens"] / 2},
-    ),
-    Departure("lr rounded, later other data", ("batches", "data", "seed"), _LATER, _rounded("lr")),
+    _later("lr logged halved", lambda r: r | {"lr": r["lr"] / 2}),
+    _later("lr 5 steps late in the log", lambda r: r | {"lr": _rate(r["step"] - 5)}),
+    _later("tokens halved in the log", lambda r: r | {"tokens": r["tokens"] / 2}),
+    _later("lr rounded", _rounded("lr")),
     Departure("clip", (), Settings(clip=_CLIP)),
     Departure("eps 1e-4", ("optimizer",), Settings(eps=1e-4)),
     Departure("lr halved", ("lr",), Settings(lr=0.5), recorded={"optim.lr": 0.5 * _PEAK}),
     Departure("a gradient 1.05 times", ("gradient",), Settings(bad_gradient=1.05)),
     Departure("other roundings", (), Settings(noise=1e-7)),
     Departure("another seed", ("seed",), Settings(seed=2, data_seed=2), recorded={"train.seed": 2}),
-    Departure("another order of data", ("batches", "data", "seed"), _SKIP),
+    Departure("another order of data", _DATA, _SKIP),
     Departure(
         "smoothed labels, another seed", ("seed",), Settings(seed=2, data_seed=2, smoothing=0.1)
     ),
@@ -276,13 +261,8 @@ def answer(departure: Departure, kind: str, columns: Sequence[str], folder: Path
             command = {"command.run": f"python {name}.py"}
             curve = replace(curve, kind="run", settings=command)
         elif kind == "ours":
-            own: dict[str, Setting] = {
-                "train.seed": 1,
-                "optim.lr": _PEAK,
-                "train.precision": "fp32",
-            }
             extra = departure.recorded if name == "b" else {}
-            curve = replace(curve, kind="run", settings={**own, **extra})
+            curve = replace(curve, kind="run", settings={**_OWN, **extra})
         curves.append(curve)
     return compare(curves[0], curves[1])
 
