@@ -88,9 +88,7 @@ def run_in(root: Path | None, command: list[str], capture: bool = False) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument(
-        "--tests", nargs="+", default=TESTS.split(), help="files and folders of tests"
-    )
+    parser.add_argument("--tests", nargs="+", default=TESTS.split(), help="files or folders")
     parser.add_argument("--only", nargs="+", default=SUITES, choices=SUITES, help="versions")
     args = parser.parse_args()
     if os.geteuid() != 0:

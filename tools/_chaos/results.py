@@ -54,9 +54,8 @@ class Results:
         row = {"commit": self.commit, "part": self.title, "setup": self.setup}
         whole = not self.path.exists() or self.path.read_bytes()[-1:] in (b"", b"\n")
         with self.path.open("a") as stream:  # after a line that was cut, a new one
-            stream.write(
-                ("" if whole else "\n") + json.dumps({**row, "run": asdict(outcome)}) + "\n"
-            )
+            line = json.dumps({**row, "run": asdict(outcome)})
+            stream.write(f"{line}\n" if whole else f"\n{line}\n")
 
 
 def commit() -> str:

@@ -240,9 +240,8 @@ class Cluster:
                 match.group(1) if (match := re.search(rf"\b{field}=(\S+)", shown)) else ""
                 for field in ("State", "SlurmdStartTime")
             )
-            if not started.startswith("2") or _timestamp(started) < int(since):
-                return [node]
-            if "NOT_RESPONDING" in state:
+            is_old = not started.startswith("2") or _timestamp(started) < int(since)
+            if is_old or "NOT_RESPONDING" in state:
                 return [node]
             if re.search("DOWN|DRAIN|FAIL", state):
                 self.run("scontrol", "update", f"NodeName={node}", "State=RESUME")

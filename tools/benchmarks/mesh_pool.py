@@ -198,9 +198,8 @@ class MeshPool:
         context.set_forkserver_preload(f"{PRELOAD} {COMPILED} {nxd}".split())
         for rank in range(count):
             ours, theirs = context.Pipe()
-            process = context.Process(
-                target=_serve, args=(rank, self.threads, theirs), daemon=True, name=f"rank {rank}"
-            )
+            given, name = (rank, self.threads, theirs), f"rank {rank}"
+            process = context.Process(target=_serve, args=given, daemon=True, name=name)
             process.start()
             theirs.close()
             self._processes.append(process)
@@ -241,14 +240,9 @@ def _share(backend: Backend, whole: MicroBatch) -> list[MicroBatch]:
     mesh = backend.mesh
     share, micro = mesh.global_batch // mesh.data, mesh.micro_batch
     first = mesh.data_rank(backend.worker.rank) * share
-    return [
-        MicroBatch(
-            whole.tokens[i : i + micro],
-            whole.labels[i : i + micro],
-            None if whole.positions is None else whole.positions[i : i + micro],
-        )
-        for i in range(first, first + share, micro)
-    ]
+    arrays = [a for a in (whole.tokens, whole.labels, whole.positions) if a is not None]
+    parts = [slice(i, i + micro) for i in range(first, first + share, micro)]
+    return [MicroBatch(*(array[part] for array in arrays)) for part in parts]
 
 
 def evaluated(backend: Backend) -> float:

@@ -73,10 +73,8 @@ def _neox(layers: int, hidden: int, heads: int) -> Shape:
     return _shape("neox", layers, hidden, heads, heads, 4 * hidden, 50257)
 
 
-def _llama(
-    layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, vocab: int = 32000
-) -> Shape:
-    return _shape("llama", layers, hidden, heads, kv_heads, ffn, vocab)
+def _llama(layers: int, hidden: int, heads: int, kv: int, ffn: int, vocab: int = 32000) -> Shape:
+    return _shape("llama", layers, hidden, heads, kv, ffn, vocab)
 
 
 def _nemotron(layers: int, hidden: int, heads: int) -> Shape:

@@ -57,9 +57,8 @@ def monitoring(runs_dir: Path) -> Shown:
 
 def drill(runs_dir: Path) -> Shown:
     """Train, then kill a worker of one copy and another while it saves; compare the losses."""
-    with _training(
-        "drilled", runs_dir, (*_REHEARSAL, "train.steps=30", "checkpoint.every_steps=10")
-    ):
+    settings = (*_REHEARSAL, "train.steps=30", "checkpoint.every_steps=10")
+    with _training("drilled", runs_dir, settings):
         pass
     kinds = "worker,save"
     table = slurmllm("drill", "drilled", "--kinds", kinds, "--runs-dir", str(runs_dir))

@@ -33,9 +33,8 @@ def config_of(task: Task) -> RunConfig:
         "optim.weight_decay": settings.WEIGHT_DECAY,
         "optim.grad_clip": settings.GRAD_CLIP,
     }
-    return resolve(
-        f"tiny_{s.family}", "local", [f"{key}={value}" for key, value in overrides.items()]
-    )
+    assigned = [f"{key}={value}" for key, value in overrides.items()]
+    return resolve(f"tiny_{s.family}", "local", assigned)
 
 
 def start_backend(config: RunConfig) -> Backend:

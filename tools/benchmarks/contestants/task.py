@@ -68,7 +68,5 @@ def decay_groups(model: Any, weight_decay: float = WEIGHT_DECAY) -> list[dict[st
     """For AdamW: matrices decay, norms and biases do not."""
     matrices = [p for p in model.parameters() if p.ndim > 1]
     others = [p for p in model.parameters() if p.ndim <= 1]
-    return [
-        {"params": matrices, "weight_decay": weight_decay},
-        {"params": others, "weight_decay": 0.0},
-    ]
+    groups = (matrices, weight_decay), (others, 0.0)
+    return [{"params": params, "weight_decay": decay} for params, decay in groups]

@@ -208,9 +208,7 @@ DEPARTURES = (
     Departure("loss times 2, another seed", ("logging", "model"), Settings(seed=2, scale=2.0)),
     Departure("no weight decay", ("optimizer",), Settings(weight_decay=0.0)),
     Departure("weight decay doubled", ("optimizer",), Settings(weight_decay=0.2)),
-    _later(
-        "lr logged halved from step 10", lambda r: r | {"lr": r["lr"] / (1 + (r["step"] >= 10))}
-    ),
+    _later("lr logged halved from step 10", lambda r: r | {"lr": r["lr"] / (1 + (r["step"] > 9))}),
     Departure("lr logged halved", (), log=lambda r: r | {"lr": r["lr"] / 2}),
     _later("lr logged halved", lambda r: r | {"lr": r["lr"] / 2}),
     _later("lr 5 steps late in the log", lambda r: r | {"lr": _rate(r["step"] - 5)}),
