@@ -241,7 +241,7 @@ MIXED, STOCHASTIC = "train.precision=bf16_mixed", "train.precision=bf16_sr"
     ],
     ids=lambda mesh: "-".join(str(part) for part in mesh),
 )
-def test_the_same_mesh_goes_on_bit_for_bit(
+def test_the_same_mesh_goes_on_exactly(
     pool: MeshPool, mesh: tuple[str, int, int, int], tmp_path: Path
 ) -> None:
     family, tensor, pipeline, data, *overrides = mesh

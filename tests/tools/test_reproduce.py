@@ -77,9 +77,7 @@ def test_a_figure_of_made_up_runs(name: str, made_up: Path, tmp_path: Path) -> N
         assert Path(result["picture"]).read_bytes().startswith(PNG)
 
 
-def test_published_figures_are_published(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_published_figures_stay(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from reproduce.__main__ import main
     from reproduce.claims import MEASURED, by_id, read_claims, read_outcome
 

@@ -56,9 +56,7 @@ def test_cached_scores_are_not_computed_again(learnt: Learnt, evaluate: Evaluate
     assert "0 tasks evaluated, 4 cached, 0 failed" in table.stdout
 
 
-def test_a_damaged_checkpoint_is_skipped(
-    learnt: Learnt, evaluate: Evaluate, tmp_path: Path
-) -> None:
+def test_damaged_checkpoint_is_skipped(learnt: Learnt, evaluate: Evaluate, tmp_path: Path) -> None:
     copy = RunDir(tmp_path / "copy")
     shutil.copytree(learnt.run.path, copy.path)
     for path in copy.evaluation_files():

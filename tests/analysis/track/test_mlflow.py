@@ -136,9 +136,7 @@ def test_a_process_that_was_killed_before_it_had_recorded(server: str, tmp_path:
     assert curve[30][1] != curve[30][1]
 
 
-def test_without_a_server_the_run_ends_well_and_nothing_is_lost(
-    bench: Bench, server: str, tmp_path: Path
-) -> None:
+def test_without_a_server_the_run_ends_well_and_nothing_is_lost(bench: Bench, server: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as closed:
         nowhere = f"http://127.0.0.1:{closed.getsockname()[1]}"
     run = made_run(bench.runs.parent, nowhere, "offline")

@@ -144,9 +144,7 @@ def test_a_data_set_of_a_file(fake: FakeSlurm, tmp_path: Path) -> None:
     assert "epochs" not in call(*NEOX, "--dry-run").stdout  # the tokens of its corpus are unknown
 
 
-def test_a_site_has_it_already(
-    mirrored: DataServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_site_has_it_already(mirrored: DataServer, tmp_path: Path) -> None:
     (data_set,) = call_json("data", "fetch", "neox_20b", "--to", f"{tmp_path}/site")["fetched"]
     corpus, tokenizer = data_set["corpus"], data_set["tokenizer"]
     profile = tmp_path / "site.yaml"

@@ -103,9 +103,7 @@ def test_a_mounted_folder_is_not_deleted(
     assert size(run.path) == everything
 
 
-def test_living_runs_and_folders(
-    fake: FakeSlurm, inputs: Inputs, run: RunDir, tmp_path: Path
-) -> None:
+def test_living_runs_stay(fake: FakeSlurm, inputs: Inputs, run: RunDir, tmp_path: Path) -> None:
     living = submitted_run(inputs, "--name", "living")
     message = fails(2, "delete", "r", "living", "--yes", "--checkpoints")
     assert "living is pending or running; " in message

@@ -143,9 +143,7 @@ def test_meshes(
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_one_worker_without_fsdp(
-    pool: MeshPool, sharded: dict[str, list[Outcome]], name: str
-) -> None:
+def test_one_without_fsdp(pool: MeshPool, sharded: dict[str, list[Outcome]], name: str) -> None:
     outcomes = pool.run(Case(small_run("llama", 1, 1, 1, *recipe(name)), last=STEPS))
     # tensorwise: FSDP converts weights from fp32 to fp8, a single worker from bf16.
     assert within(outcomes, sharded[name], (1e-7,) * 3 if name == "rowwise" else NOISE)

@@ -90,9 +90,7 @@ def same_logits(folder: Path, model: nn.Module) -> None:
 
 
 @pytest.mark.numerics
-def test_a_checkpoint_in_transformers(
-    run: Run, trained: tuple[RunDir, dict[int, nn.Module]]
-) -> None:
+def test_checkpoint_in_transformers(run: Run, trained: tuple[RunDir, dict[int, nn.Module]]) -> None:
     directory, models = trained
     shown = printed(run("export", "10", "--run", "a", "--out", "hub"))
     assert "hub: 131K parameters, 524 kB of weights in 1 file, from " in shown

@@ -132,9 +132,7 @@ def test_no_verb_runs_its_code(hostile: tuple[RunDir, Path, Path], tmp_path: Pat
         assert not (tmp_path / f"out-{name}").exists()
 
 
-def test_not_even_a_reader_that_verifies_nothing_does(
-    hostile: tuple[RunDir, Path, Path], tmp_path: Path
-) -> None:
+def test_not_even_a_reader_that_verifies_nothing_does(hostile: tuple[RunDir, Path, Path]) -> None:
     """As `evaluate` and train.init_from read the weights, and a worker after the verification."""
     _, folder, proof = hostile
     try:
@@ -167,9 +165,7 @@ def test_training_neither_resumes_nor_starts_from_it(
         assert (codes, "not safe to load" in log) == ([4], True), log
 
 
-def test_dcp_s_load_itself_unpickles_nothing(
-    hostile: tuple[RunDir, Path, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_dcp_s_load_itself_unpickles_nothing(hostile: tuple[RunDir, Path, Path]) -> None:
     """Of a file that was exchanged after the verification."""
     import torch.distributed as dist
     from torch.optim import AdamW

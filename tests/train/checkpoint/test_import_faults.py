@@ -542,9 +542,7 @@ def test_weights_that_are_not_finite(
     assert "fetch it again" in done.stderr
 
 
-def test_weights_that_another_type_makes_infinite(
-    copy: Callable[[str], Path], tmp_path: Path
-) -> None:
+def test_weights_that_a_type_makes_infinite(copy: Callable[[str], Path], tmp_path: Path) -> None:
     source = copy("llama")
     large = 3.4e38  # above the largest of bf16
     tensors(source, lambda held: held["model.norm.weight"][:2].fill_(large))
