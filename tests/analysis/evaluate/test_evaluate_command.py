@@ -86,7 +86,8 @@ def test_a_failing_task_ends_no_others(learnt: Learnt, evaluate: Evaluate, tmp_p
     lines = "custom_dataset: !function slurmllm.analysis.evaluate.suites.shipped_lines\n"
     choice = (suites_dir() / "smoke" / "smoke_choice.yaml").read_text()
     (tasks / "good.yaml").write_text(choice.replace("task: smoke_choice", "task: good"))
-    bad = choice.replace("task: smoke_choice", "task: no").replace(lines, "dataset_path: no/such\n")
+    bad = choice.replace("task: smoke_choice", "task: bad")
+    bad = bad.replace(lines, "dataset_path: no/such\n")
     (tasks / "bad.yaml").write_text(bad)
     suite = tmp_path / "own.yaml"
     suite.write_text(
