@@ -346,7 +346,7 @@ def test_files_that_are_none(
     ("name", "reason"),
     [
         ("x" * 300, "xx cannot be read: File name too long"),
-        ("x\0", "x\0 cannot be read: embedded null byte"),
+        ("x\0", "x\0 cannot be read: "),  # what follows differs between versions of Python
         ("\ud800", "surrogates not allowed"),
     ],
 )
