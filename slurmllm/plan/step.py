@@ -193,8 +193,9 @@ class Trainer:
     reduced: int = 0  # bytes of a gradient that workers sum; 0: as ours
     # Megatron's: products overlap with tensor-parallel collectives and transfers.
     overlaps_all: bool = False
-    bucket: int = 1  # numbers that data-parallel workers sum at once, if more than a layer has
-    # ZeRO 1 sums whole gradients; workers that own these tensors then broadcast them in turn.
+    bucket: int = 1  # parameters whose gradients are summed in one message; at least a layer's
+    # Of ZeRO 1 as InternEvo does it: so many whole tensors are broadcast by their owners, in turn.
+    # 0: each worker has a part of every tensor.
     tensors: int = 0
 
 

@@ -190,9 +190,9 @@ class ModelConfig(Section):
     rope_scaling: RopeScaling | None = None
     """Scaled rotary frequencies (Llama 3.1, YaRN); none by default."""
     attention_pattern: Annotated[tuple[LayerAttention, ...], Field(strict=False)] = ()
-    """Attention of the layers, repeated over them, and cut to num_layers: for each a mapping with a
-    window in tokens, or with other rotary positions (rope: none, or their base), `{}` for full
-    attention; full by default."""
+    """Attention of each layer; the list is repeated over the layers and cut to num_layers. An entry
+    may have a window (in tokens) and rope (none, or the base of rotary positions); `{}` is full
+    attention with rotary_base, the default."""
     query_pre_attn_scalar: Annotated[PositiveInt | None, BeforeValidator(_whole)] = None
     """Attention scores are divided by the square root of this; by default the width of a head."""
     attention_softcap: PositiveFloat | None = None

@@ -238,11 +238,11 @@ def _node_lost(evidence: Evidence) -> Ending | None:
     return Ending(
         "node_failure",
         (f"Slurm: node failure on {', '.join(reasons)}".removesuffix(" on "),),
-        _blamed(names, evidence.expected_nodes),
+        _nodes_at_fault(names, evidence.expected_nodes),
     )
 
 
-def _blamed(failed: Names, nodes: Names) -> NodeNames:
+def _nodes_at_fault(failed: Names, nodes: Names) -> NodeNames:
     """Return the failed nodes to blame: none if most of the `nodes` failed at once."""
     return tuple(failed) if len(failed) <= max(len(nodes) // 2, 1) else ()
 
@@ -355,7 +355,7 @@ def launch_ending(failure: LaunchFailure, nodes: Names, started: bool = False) -
     return Ending(
         LAUNCH_ENDINGS.get(failure.fault, "node_failure"),
         (failure.text, *([fix] if failure.fault == "request" and failure.options else [])),
-        _blamed(failure.accused, nodes),
+        _nodes_at_fault(failure.accused, nodes),
         started,
         None if started else failure,
     )
@@ -577,4 +577,4 @@ def _unreported(evidence: Evidence) -> Ending | None:
         lines.insert(0, f"{', '.join(names)} stopped responding")
     # If most nodes are silent at once, none is to blame: Slurm ended the step, or the network
     # failed.
-    return Ending("node_failure", tuple(lines), _blamed(names, evidence.expected_nodes))
+    return Ending("node_failure", tuple(lines), _nodes_at_fault(names, evidence.expected_nodes))

@@ -43,7 +43,7 @@ from slurmllm.launch.supervise.site_nodes import (
     has_ended,
     next_time,
     read_records,
-    recorded_exclusions,
+    recorded_excluded_nodes,
     site_exclusions,
 )
 from slurmllm.launch.supervise.slow_ranks import read_slow_ranks
@@ -62,7 +62,7 @@ log = logging.getLogger(__name__)
 def excluded(run: RunDir) -> list[ExcludedNode]:
     """Return the nodes that a run excludes itself, the latest last."""
     now = time.time()
-    if nodes := [node for node in recorded_exclusions(run).nodes if node.until > now]:
+    if nodes := [node for node in recorded_excluded_nodes(run).nodes if node.until > now]:
         ends = read_records(root_of(run))
         return [node for node in nodes if not has_ended(node, ends)]
     return []
@@ -165,7 +165,7 @@ def exclude_failed(run: RunDir, failing: NodeFaults, cluster: str = "") -> list[
     """
     longest = load(run.config).recipe.slurm.exclude_hours
     now = next_time(root_of(run))
-    record = recorded_exclusions(run)
+    record = recorded_excluded_nodes(run)
     before = {node.node: node for node in record.nodes}
     new, site = [], []
     for name, fault in failing.items():
@@ -202,7 +202,7 @@ def include(run: RunDir, client: SlurmClient, names: Names) -> list[str]:
 
     Raises a UserError if the run does not exclude a node.
     """
-    record = recorded_exclusions(run)
+    record = recorded_excluded_nodes(run)
     config = load(run.config)
     recipe = config.recipe.slurm.exclude
     recipe_nodes = client.hostnames(recipe) if recipe else []

@@ -97,12 +97,12 @@ class NextJob:
         excluded = excluded_names(client, self.run, self.config)
         return nodes_to_avoid(client, self._script("train"), (), excluded)
 
-    def replace(self, avoid: Names = (), start_lost: bool = True) -> None:
+    def replace(self, avoid: Names = (), slurm_forgot_it: bool = True) -> None:
         """Submit this job once more, as another job, and with it what depends on it.
 
-        `start_lost`: slurmctld has forgotten this start. Slurmd remembers the job as running and
-        refuses its next start, for which Slurm drains the node and holds the job. `avoid`: nodes to
-        exclude.
+        `slurm_forgot_it`: slurmctld has forgotten this start. Slurmd remembers the job as running
+        and refuses its next start, for which Slurm drains the node and holds the job. `avoid`:
+        nodes to exclude.
         """
         client = self._job.client
         stages = STAGES[STAGES.index(self.stage) :]
@@ -114,7 +114,7 @@ class NextJob:
                 }
                 if old.get(self.stage) != self._job.job_id:
                     return  # resumed since
-                if start_lost and client.batch_job(self._job.job_id).state != "PENDING":
+                if slurm_forgot_it and client.batch_job(self._job.job_id).state != "PENDING":
                     return  # cancelled since, or Slurm has started it elsewhere
                 job = None
                 for stage in (stage for stage in stages if stage in old):
@@ -212,7 +212,7 @@ class NextJob:
     def _chain(self, closed: AttemptRecord, avoid: Names) -> AttemptRecord:
         """Leave the run to the successor of this job, which waits since the attempt's start."""
         if self.stage == "precompile":
-            self.replace(avoid, start_lost=False)
+            self.replace(avoid, slurm_forgot_it=False)
             return closed
         try:
             job = self._successor(avoid)

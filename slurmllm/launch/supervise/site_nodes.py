@@ -124,7 +124,7 @@ def within_share(
     return [record.node for record in records if record.node in members][:limit]
 
 
-def recorded_exclusions(run: RunDir) -> ExcludedNodes:
+def recorded_excluded_nodes(run: RunDir) -> ExcludedNodes:
     return ExcludedNodes.find(run.excluded) or ExcludedNodes()
 
 
@@ -139,7 +139,7 @@ def site_exclusions(client: SlurmClient, config: RunConfig, root: Path, run: Run
     partition = str(
         slurm.directives.train.get("partition") or slurm.partition or config.cluster.partition or ""
     )
-    included = recorded_exclusions(run).included
+    included = recorded_excluded_nodes(run).included
     try:
         effective = in_effect(
             [r for r in records if r.kind != "excluded" or included.get(r.node, 0.0) < r.since],

@@ -18,7 +18,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from slurmllm.core.config.families import FAMILIES
 from slurmllm.core.config.recipe import ModelConfig
-from slurmllm.train.model.regions import Region, intersection, shifted, sizes_of
+from slurmllm.train.model.regions import Region, intersection, relative_to, sizes_of
 
 # Rows and columns: large enough that seeding is cheap compared with drawing, few enough rows that a
 # small shard wastes little. CAUTION: another size gives other weights for every seed.
@@ -86,7 +86,7 @@ def normal(shape: Sequence[int], std: float, seed: int, name: str, region: Regio
             tile = torch.empty(sizes_of(whole), dtype=torch.float32)
             tile.normal_(0.0, 1.0, generator=generator).mul_(std)
             common = intersection(whole, region)
-            values[shifted(common, region)] = tile[shifted(common, whole)]
+            values[relative_to(common, region)] = tile[relative_to(common, whole)]
     return values
 
 

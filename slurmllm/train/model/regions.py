@@ -22,15 +22,15 @@ def sizes_of(region: Region) -> list[int]:
     return [bounds.stop - bounds.start for bounds in region]
 
 
-def shifted(region: Region, origin: Region) -> Region:
-    """Return a region as counted from the start of another one."""
+def relative_to(region: Region, origin: Region) -> Region:
+    """Return a region counted from the start of `origin`, which is counted as the region is."""
     return tuple(
         slice(x.start - o.start, x.stop - o.start) for x, o in zip(region, origin, strict=True)
     )
 
 
-def placed(region: Region, origin: Region) -> Region:
-    """Return a region that is counted from the start of another one as `origin` is counted."""
+def absolute(region: Region, origin: Region) -> Region:
+    """Return a region that is counted from the start of `origin` as `origin` is: the inverse."""
     return tuple(
         slice(x.start + o.start, x.stop + o.start) for x, o in zip(region, origin, strict=True)
     )

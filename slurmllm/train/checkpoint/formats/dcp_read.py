@@ -28,7 +28,7 @@ from slurmllm.train.checkpoint.formats.pickles import (
 )
 from slurmllm.train.checkpoint.formats.safetensors_files import StoredTensor
 from slurmllm.train.checkpoint.state import MOMENTS, MOMENTUM
-from slurmllm.train.model.regions import Region, intersection, shifted, sizes_of, whole_region
+from slurmllm.train.model.regions import Region, intersection, relative_to, sizes_of, whole_region
 
 # Prefixes in the backend's state: weights, and the optimizer's moments and step of each.
 MODEL = "model."
@@ -156,7 +156,7 @@ class DcpFiles:
             raise StorageError(f"{title}: a chunk is {shape} instead of {sizes}")
         whole = tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))
         common = intersection(copy.region, whole)
-        copy.out[shifted(common, copy.region)].copy_(chunk[shifted(common, whole)])
+        copy.out[relative_to(common, copy.region)].copy_(chunk[relative_to(common, whole)])
 
 
 class _Copy(NamedTuple):

@@ -32,9 +32,9 @@ from slurmllm.train.checkpoint.shards import leaves
 from slurmllm.train.checkpoint.state import MOMENTS
 from slurmllm.train.model.regions import (
     Region,
+    absolute,
     intersection,
-    placed,
-    shifted,
+    relative_to,
     sizes_of,
     whole_region,
 )
@@ -103,8 +103,8 @@ def shard_of_replica(stored_part: StoredPart, data: int, data_rank: int) -> Stor
     for whole, local in stored_part.parts:
         common = intersection(local[:1], (rows,))
         if common[0].start < common[0].stop:
-            whole_rows = placed(shifted(common, local[:1]), whole[:1])
-            local_rows = shifted(common, (rows,))
+            whole_rows = absolute(relative_to(common, local[:1]), whole[:1])
+            local_rows = relative_to(common, (rows,))
             parts.append(RegionPart((*whole_rows, *whole[1:]), (*local_rows, *local[1:])))
     return StoredPart((each, *stored_part.shape[1:]), tuple(parts))
 
@@ -201,7 +201,7 @@ class NxdFiles:
                 if key in seen or any(piece.start >= piece.stop for piece in common):
                     continue
                 seen.add(key)
-                local = placed(shifted(common, held.whole), held.local)
+                local = absolute(relative_to(common, held.whole), held.local)
                 file = self._open(name)
                 shape = file.shape(stored_key)
                 if shape is not None and shape != stored_part.shape:
@@ -210,7 +210,7 @@ class NxdFiles:
                         f"mesh and the model require {list(stored_part.shape)}; restore it"
                     )
                 values = file.read(stored_key, local)
-                out[shifted(common, region)] = values
+                out[relative_to(common, region)] = values
                 missing -= values.numel()
         if missing:  # else `out` would have uninitialized values
             raise StorageError(f"{self.directory} lacks {missing} of the values of {title}")
