@@ -3,7 +3,6 @@
 import math
 import os
 import sys
-import time
 from collections.abc import Callable
 from itertools import combinations
 from pathlib import Path
@@ -32,6 +31,7 @@ from slurmllm.core.errors import ConfigError, UserError
 from slurmllm.core.metrics.source import read_curve
 from slurmllm.core.run.artifact_records import EvaluationRecord
 from slurmllm.core.run.rundir import RunDir
+from slurmllm.core.slurm.client import wait_for
 
 Keep = Callable[..., Path]
 
@@ -317,8 +317,11 @@ def test_no_process_of_a_program_outlives_it(tmp_path: Path) -> None:
     program = f"if os.fork() == 0:\n os.setsid()\n if os.fork() == 0:\n  {leaves}\n os._exit(0)"
     assert passes(f"import os, time\n{program}\nos.wait()")
     started = [sys.executable, "-I", "-"]
-    while started in [p.info["cmdline"] for p in psutil.process_iter(["cmdline"])]:
-        time.sleep(0.1)  # a killed process ends later
+
+    def ended() -> bool:  # a killed process ends later
+        return started not in [p.info["cmdline"] for p in psutil.process_iter(["cmdline"])]
+
+    assert wait_for(ended, 30, 0.1)
 
 
 def test_pass_at_k_is_the_share_of_subsets_with_a_good_one() -> None:
