@@ -219,5 +219,7 @@ def _step(job: Job, planned: Mesh, length: int) -> float:
 def _fullest(job: Job) -> Memory:
     """Return the largest peak and the smallest limit of all workers (collective)."""
     memory = job.backend.memory()
-    peak_bytes, below = job.control.all_reduce([memory.peak_bytes, -memory.limit_bytes], "max")
-    return Memory(peak_bytes, -below)
+    peak_bytes, negated_limit = job.control.all_reduce(
+        [memory.peak_bytes, -memory.limit_bytes], "max"
+    )
+    return Memory(peak_bytes, -negated_limit)

@@ -198,8 +198,10 @@ class MeshPool:
         context.set_forkserver_preload(f"{PRELOAD} {COMPILED} {nxd}".split())
         for rank in range(count):
             ours, theirs = context.Pipe()
-            given, name = (rank, self.threads, theirs), f"rank {rank}"
-            process = context.Process(target=_serve, args=given, daemon=True, name=name)
+            arguments = (rank, self.threads, theirs)
+            process = context.Process(
+                target=_serve, args=arguments, daemon=True, name=f"rank {rank}"
+            )
             process.start()
             theirs.close()
             self._processes.append(process)

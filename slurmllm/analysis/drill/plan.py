@@ -22,7 +22,7 @@ from slurmllm.core.run.rundir import RUN_NAME, RunDir
 from slurmllm.launch.graphs import reuse
 from slurmllm.launch.supervise.attempts import load_attempts
 from slurmllm.launch.supervise.watchdog import recent_step_times
-from slurmllm.plan.mesh import adapt_to_nodes, make_mesh
+from slurmllm.plan.mesh import adapt_to_nodes
 from slurmllm.train.checkpoint.foreign import list_trainer_checkpoints
 
 NUM_CHECKPOINTS = 3  # of each run: before the fault, after it, at the end
@@ -169,7 +169,7 @@ def make_plan(
     if optim.decay_start is not None and optim.decay_start >= total:
         values += ["optim.decay=constant", "optim.decay_start=null"]
     drilled = adapt_to_nodes(change(changed, None, values), nodes)
-    make_mesh(drilled, nodes, reuse.measured_micro_batch(run))
+    reuse.make_run_mesh(drilled, nodes, run)
     return replace(plan, config=drilled, steps=total, every_steps=every)
 
 

@@ -61,8 +61,8 @@ def find_run_directory(source: str, root: Path) -> Path | None:
     """
     if not source.strip():
         return None
+    fix = "give a run's name or a readable file of metrics"
     for path in (root / source, Path(source).absolute()):
-        fix = "give a run's name or a readable file of metrics"
         with storage_errors(f"cannot read {path}", fix, RunError):
             if _is_run_or_part(path):
                 return path.resolve() if path.name in ("", "..") else path

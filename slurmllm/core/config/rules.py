@@ -57,7 +57,7 @@ def yaml_text(value: object) -> str:
     if value is None:
         return "null"
     if isinstance(value, tuple):
-        return f"[{','.join(value)}]"
+        return f"[{','.join(map(yaml_text, value))}]"
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 

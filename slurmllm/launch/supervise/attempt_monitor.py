@@ -108,9 +108,10 @@ class AttemptMonitor:
         self._slow_ranks = SlowRanks(self.run, self.record, limits.window_s)
 
     def wait(self) -> Observations:
-        config, stop = self.config.recipe, self.stop
-        leaves_within_s = leaving_s(config.slurm.signal_lead_s)
-        look_s = min(LOOK_S, max(config.watchdog.min_step_s / 4, 0.25))
+        recipe = self.config.recipe
+        stop = self.stop
+        leaves_within_s = leaving_s(recipe.slurm.signal_lead_s)
+        look_s = min(LOOK_S, max(recipe.watchdog.min_step_s / 4, 0.25))
         started = time.monotonic()
         next_look = started + look_s
         signalled_at = -REPEAT_SIGNAL_S

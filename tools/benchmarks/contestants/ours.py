@@ -39,7 +39,6 @@ def config_of(task: Task) -> RunConfig:
 
 def start_backend(config: RunConfig) -> Backend:
     """Return the native backend of one worker, with model and optimizer."""
-
     backend = load_backend("native")(config, make_mesh(config, 1), Worker(0, 1, 0, "node"))
     backend.start()
     backend.build()

@@ -34,6 +34,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from slurmllm.core.config.recipe import ADAMW, OptimConfig, Recipe, TrainConfig
 from slurmllm.core.errors import ConfigError
+from slurmllm.core.format import by_key
 from slurmllm.core.plugins import build
 from slurmllm.train.backends.native.device import KINDS, send
 from slurmllm.train.model.init import local_part, local_region
@@ -100,10 +101,10 @@ def make_adamw(
 def adamw_groups(named_parameters: NamedParameters, optim: OptimConfig) -> list[Options]:
     # Matrices and embeddings have two dimensions; norms and biases have one. The fused kernel needs
     # all tensors of a group on one mesh.
-    groups: dict[tuple[bool, Any], list[Tensor]] = {}
-    for _, parameter in named_parameters:
+    def kind(parameter: Tensor) -> tuple[bool, Any]:
         decayed = parameter.ndim > 1 or optim.decay_norms_and_biases
-        groups.setdefault((decayed, getattr(parameter, "device_mesh", None)), []).append(parameter)
+        return decayed, getattr(parameter, "device_mesh", None)
+
     return [
         {
             "params": tensors,
@@ -112,7 +113,9 @@ def adamw_groups(named_parameters: NamedParameters, optim: OptimConfig) -> list[
             "eps": optim.eps,
             "weight_decay": optim.weight_decay if decayed else 0.0,
         }
-        for (decayed, _), tensors in groups.items()
+        for (decayed, _), tensors in by_key(
+            (kind(parameter), parameter) for _, parameter in named_parameters
+        ).items()
     ]
 
 

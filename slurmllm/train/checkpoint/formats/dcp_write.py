@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.utils.serialization import config
+from torch.utils import serialization
 
 from slurmllm.core.errors import CodeError
 from slurmllm.train.checkpoint.formats.safetensors_files import own_storage
@@ -167,7 +167,9 @@ class ChecksumFiles:
         file = _ChecksumFile(path)
         try:
             # CRC32 would take a fifth of the CPU time, and torch.load needs none.
-            no_crc32 = config.patch("save.compute_crc32", False)  # type: ignore[attr-defined]
+            # `patch` is added at run time.
+            config: Any = serialization.config
+            no_crc32 = config.patch("save.compute_crc32", False)
             with no_crc32, BufferedWriter(file) as stream:
                 yield stream
                 stream.flush()
